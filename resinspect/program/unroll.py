@@ -1,0 +1,66 @@
+"""Running a connection's linear program on sources instead of hidden vectors, one site at a time."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from resinspect.anatomy import Anatomy
+from resinspect.program.carriers import Carrier
+from resinspect.program.connection import Connection, Native
+
+SourceSlot = Callable[[int], Tensor]
+
+
+def one_hot(num_sources: int, **options: object) -> SourceSlot:
+    """Coefficient slots: source ``s`` is the unit vector ``e_s``, shape ``(S,)``; every row is then a row of W."""
+    unit = torch.eye(num_sources, **options)
+    return unit.__getitem__
+
+
+def terms(writes: Tensor) -> SourceSlot:
+    """Term slots of captured writes ``(..., S, d)``: source ``s`` is its own vector in place ``s``, zero elsewhere."""
+
+    def slot(source: int) -> Tensor:
+        term = torch.zeros_like(writes)
+        term[..., source, :] = writes[..., source, :]
+        return term
+
+    return slot
+
+
+class Unroll:
+    """A connection's program over sources, advanced online as natives become known.
+
+    Example:
+        >>> unroll = Unroll(connection, anatomy, COEFFICIENT, one_hot(len(anatomy.sources)))
+        >>> for site, native in zip(anatomy.sites, natives):
+        ...     rows = unroll.read(native)  # one (..., S) slot per view of the site
+
+    Args:
+        connection: The scheme; only its linear verbs are called.
+        anatomy: Its sites and sources.
+        carrier: What the slots hold.
+        source: Gives the slot of source ``s``.
+    """
+
+    def __init__(self, connection: Connection, anatomy: Anatomy, carrier: Carrier, source: SourceSlot) -> None:
+        self.connection, self.anatomy, self.carrier, self.source = connection, anatomy, carrier, source
+        self.state = connection.start(carrier, source(0))
+        self._next = 0
+        self._native: Native = {}
+
+    def read(self, native: Native) -> tuple[Tensor, ...]:
+        """Form the next site's inputs; natives of its write may follow with ``write``."""
+        site = self.anatomy.sites[self._next]
+        rows, self.state = self.connection.read(self.carrier, self.state, site, native)
+        self._native = native
+        return rows
+
+    def write(self, native: Native | None = None) -> None:
+        """Write that site's source into the state and move on to the next site."""
+        site = self.anatomy.sites[self._next]
+        value = self.source(self.anatomy.source_of(site))
+        native = self._native | (native or {})
+        self.state = self.connection.write(self.carrier, self.state, site, native, value)
+        self._next += 1
