@@ -1,0 +1,30 @@
+"""The trace: what every analysis, figure and surface of resinspect starts from, in memory and on disk."""
+
+from resinspect.trace.check import check_trace, require_trace
+from resinspect.trace.combine import concat, select
+from resinspect.trace.reader import open_trace
+from resinspect.trace.schema import ATTRIBUTES, CONVENTION, COORDINATES, EPS, METHODS, VARIABLES, build_trace
+from resinspect.trace.verdict import FidelitySummary, describe, fidelity_summary, verdict
+from resinspect.trace.writer import TraceWriter, export_zip, save_trace
+
+__all__ = [
+    "ATTRIBUTES",
+    "CONVENTION",
+    "COORDINATES",
+    "EPS",
+    "METHODS",
+    "VARIABLES",
+    "FidelitySummary",
+    "TraceWriter",
+    "build_trace",
+    "check_trace",
+    "concat",
+    "describe",
+    "export_zip",
+    "fidelity_summary",
+    "open_trace",
+    "require_trace",
+    "save_trace",
+    "select",
+    "verdict",
+]

@@ -1,0 +1,104 @@
+"""Whether a map can be trusted: reconstruction error against what rounding alone would leave."""
+
+from typing import TypedDict
+
+import numpy as np
+import xarray as xr
+
+from resinspect.trace.schema import EPS
+
+_NAMES_SHOWN = 3
+
+
+class FidelitySummary(TypedDict):
+    """How well a trace reconstructs what the model read.
+
+    Keys:
+        worst: largest fidelity over tokens and readers (relative L2 error), NaN where none is known.
+        median: median fidelity over tokens and readers, NaN where none is known.
+        verdict: "exact", "off" or "unknown" for the whole trace.
+        off: names of the readers that are off.
+    """
+
+    worst: float
+    median: float
+    verdict: str
+    off: list[str]
+
+
+def verdict(trace: xr.Dataset) -> xr.DataArray:
+    """Judge each reader: does the map reconstruct what it read, up to rounding?
+
+    A reader is "exact" if at every token
+
+        fidelity <= c * eps * kappa * sqrt(S)
+
+    with c the attribute `tolerance`, eps the spacing of the model's compute dtype, kappa the conditioning and S
+    the number of sources the reader can read. Tokens whose fidelity is NaN (nothing identifiable there) are left
+    out; a reader where all are NaN is "unknown". An infinite fidelity, or a finite one beside an unknown or
+    infinite kappa, is "off".
+
+    Args:
+        trace: a trace.
+
+    Returns:
+        "exact", "off" or "unknown", dims (reader,).
+    """
+    count = trace.coords["reader_terms" if "reader_terms" in trace.coords else "reader_prefix"]
+    terms = np.maximum(count.values, 1)
+    fidelity, kappa = trace["fidelity"].values.astype(np.float64), trace["kappa"].values.astype(np.float64)
+    bound = trace.attrs["tolerance"] * EPS[trace.attrs["dtype"]] * kappa * np.sqrt(terms)
+    known = ~np.isnan(fidelity)
+    good = np.isfinite(fidelity) & np.isfinite(bound) & (fidelity <= bound)
+    words = np.where((known & ~good).any(axis=0), "off", np.where(known.any(axis=0), "exact", "unknown"))
+    return xr.DataArray(
+        words.astype("<U7"),
+        {"reader": trace.coords["reader"]},
+        ("reader",),
+        "verdict",
+        {"long_name": "verdict"},
+    )
+
+
+def fidelity_summary(trace: xr.Dataset) -> FidelitySummary:
+    """Sum up the fidelity of a trace.
+
+    The trace is "exact" if all its readers are, "off" if any reader is off, and "unknown" otherwise.
+
+    Args:
+        trace: a trace.
+
+    Returns:
+        Worst and median fidelity (relative L2 error), the overall verdict and the readers that are off.
+    """
+    words = verdict(trace)
+    values = trace["fidelity"].values.astype(np.float64)
+    values = values[~np.isnan(values)]
+    off = words["reader"].values[words.values == "off"].tolist()
+    exact = words.size > 0 and bool((words.values == "exact").all())
+    return {
+        "worst": float(values.max()) if values.size else float("nan"),
+        "median": float(np.median(values)) if values.size else float("nan"),
+        "verdict": "off" if off else "exact" if exact else "unknown",
+        "off": [str(name) for name in off],
+    }
+
+
+def describe(trace: xr.Dataset) -> str:
+    """Say in one line what a trace holds and whether it can be trusted.
+
+    Args:
+        trace: a trace.
+
+    Returns:
+        Such as "tokens 24 · readers 17 · sources 17 · method replay · fidelity worst 3.1e-07, median 8.0e-08 ·
+        exact"; readers that are off are named, the first few of them.
+    """
+    summary = fidelity_summary(trace)
+    sizes = " · ".join(f"{dim}s {trace.sizes[dim]}" for dim in ("token", "reader", "source"))
+    fidelity = f"fidelity worst {summary['worst']:.1e}, median {summary['median']:.1e}"
+    word = summary["verdict"]
+    if summary["off"]:
+        more = len(summary["off"]) - _NAMES_SHOWN
+        word += f" ({', '.join(summary['off'][:_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''})"
+    return f"{sizes} · method {trace.attrs['method']} · {fidelity} · {word}"
