@@ -24,10 +24,12 @@ class Connection(nn.Module):
         views: Per site kind, names of separate reader inputs; a kind not listed has one.
         natives: Per site kind, the names of the natives that its two ``route_*`` calls return. Every native has
             leading dimensions ``(batch, token)``, also where it does not depend on the token.
+        native_dims: Per native, the names of its further dimensions.
     """
 
     views: ClassVar[dict[str, tuple[str, ...]]] = {}
     natives: ClassVar[dict[str, tuple[str, ...]]] = {}
+    native_dims: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def route_read(self, state: State, site: Site) -> Native:
         """Natives needed to read at ``site``, from hidden vectors ``(batch, token, ..., d)``."""

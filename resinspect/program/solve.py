@@ -59,7 +59,10 @@ def solve(writes: Tensor, inputs: Tensor, prefix: Sequence[int], *, eps: float) 
     reach = torch.as_tensor(prefix, device=gram.device)[:, None] > torch.arange(gram.shape[-1], device=gram.device)
     projected = (inverse @ cross).mT * reach
     weight = projected @ inverse
-    bound = _error_bound(weight, inputs.norm(dim=-1), norm, reach.to(gram.dtype) @ inverse.square(), eps)
+    residual = (inputs - weight @ writes).norm(dim=-1)
+    size = torch.maximum(inputs.norm(dim=-1), (weight.abs() * norm[:, None, :]).sum(-1))
+    noise = torch.maximum(eps * size, residual)
+    bound = _error_bound(noise, size, norm, reach.to(gram.dtype) @ inverse.square())
     bound = bound.masked_fill((norm == 0)[:, None, :], torch.inf)
     nan = torch.where(reach, 0.0, torch.nan)
     return Solution(weight + nan, bound + nan, (bound < IDENTIFIABLE) & reach)
@@ -77,12 +80,15 @@ def _cholesky(gram: Tensor) -> Tensor:
     return factor
 
 
-def _error_bound(weight: Tensor, input_norm: Tensor, norm: Tensor, inverse_gram: Tensor, eps: float) -> Tensor:
-    """Rounding of the input as the model formed it, plus that of the normal equations (their conditioning is squared).
+def _error_bound(noise: Tensor, size: Tensor, norm: Tensor, inverse_gram: Tensor) -> Tensor:
+    """Error of each weight from noise in the input, plus that of the normal equations (their conditioning is squared).
 
-    The model's rounding is relative to the largest partial sum, which is what the contributions can add up to.
+    Args:
+        noise: ``(token, reader)``: rounding of the input as the model formed it, relative to the largest partial sum
+            its contributions can add up to, or what the fit leaves over if that is more.
+        size: ``(token, reader)``: that largest partial sum.
+        norm: ``(token, source)``: of the writes.
+        inverse_gram: ``(token, reader, source)``: diagonal of the inverse Gram matrix of each reader's prefix.
     """
-    contributions = (weight.abs() * norm[:, None, :]).sum(-1)
-    size = torch.maximum(input_norm, contributions)[:, :, None]
-    solved_in = norm.shape[-1] * torch.finfo(inverse_gram.dtype).eps * norm[:, None, :] * inverse_gram
-    return size * (eps * inverse_gram.sqrt() + solved_in)
+    rounding = norm.shape[-1] * torch.finfo(inverse_gram.dtype).eps * norm[:, None, :] * inverse_gram
+    return noise[:, :, None] * inverse_gram.sqrt() + size[:, :, None] * rounding

@@ -23,6 +23,7 @@ class AttnRes(Connection):
     """
 
     natives: ClassVar[dict[str, tuple[str, ...]]] = {kind: ("alpha",) for kind in ("attn", "mlp", "final")}
+    native_dims: ClassVar[dict[str, tuple[str, ...]]] = {"alpha": ("slot",)}
 
     def __init__(self, *, num_sites: int, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()

@@ -26,6 +26,11 @@ class HyperConnections(Connection):
     """
 
     natives: ClassVar[dict[str, tuple[str, ...]]] = {kind: ("pre", "post", "mix") for kind in ("attn", "mlp")}
+    native_dims: ClassVar[dict[str, tuple[str, ...]]] = {
+        "pre": ("stream",),
+        "post": ("stream",),
+        "mix": ("stream", "stream2"),
+    }
 
     def __init__(
         self, *, num_sites: int, hidden_size: int, streams: int = 4, dynamic: bool = True, eps: float = 1e-6

@@ -1,0 +1,42 @@
+"""resinspect: exact maps of how information moves through depth in transformers.
+
+Names load what they need on first use; ``import resinspect`` itself loads neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "capture": "resinspect.hooks",
+    "capture_batches": "resinspect.hooks",
+    "load": "resinspect.checkpoint",
+    "bundled": "resinspect.checkpoint",
+    "build_trace": "resinspect.trace",
+    "check_trace": "resinspect.trace",
+    "concat": "resinspect.trace",
+    "describe": "resinspect.trace",
+    "export_zip": "resinspect.trace",
+    "fidelity_summary": "resinspect.trace",
+    "open_trace": "resinspect.trace",
+    "save_trace": "resinspect.trace",
+    "select": "resinspect.trace",
+    "TraceWriter": "resinspect.trace",
+    "verdict": "resinspect.trace",
+    "routing_map": "resinspect.figures",
+    "save_figure": "resinspect.figures",
+    "ResinspectError": "resinspect.errors",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'resinspect' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

@@ -1,0 +1,83 @@
+"""Second-order geometry of captured vectors: what (W, G) needs and what only the vectors can say.
+
+Everything works on chunks of tokens small enough to stay in cache, so that each vector is read from memory once.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 2 << 20
+
+
+def chunks(values: Tensor) -> Iterator[slice]:
+    """Slices of the token dimension of ``(token, slot, d)`` of about ``CHUNK_BYTES`` each."""
+    per_token = max(1, values[0].numel() * values.element_size())
+    step = max(1, CHUNK_BYTES // per_token)
+    yield from (slice(i, i + step) for i in range(0, len(values), step))
+
+
+def measure_readers(writes: Tensor, inputs: Tensor, weight: Tensor, magnitude: Tensor) -> dict[str, Tensor]:
+    """Compare reader inputs with their reconstruction from the writes.
+
+    Args:
+        writes: ``(token, source, d)``; only sources some of the readers can read.
+        inputs: ``(token, reader, d)``, as the forward formed them.
+        weight: ``(token, reader, source)``, zero where a source cannot be read.
+        magnitude: Same shape: the sum of the absolute paths behind each weight, at least its absolute value.
+
+    Returns:
+        ``cross (token, reader, source)``, and per ``(token, reader)``: ``fidelity`` (relative L2 error of
+        ``weight @ writes``), ``kappa = sum_s magnitude ||v_s|| / ||h_r||``, ``reader_norm``, ``reader_max``,
+        ``reader_mean``.
+    """
+    parts = []
+    for part in chunks(writes):
+        v, h, w = _real(writes[part]), _real(inputs[part]), weight[part]
+        norm = torch.linalg.vector_norm(h, dim=-1)
+        contribution = (magnitude[part] @ torch.linalg.vector_norm(v, dim=-1)[..., None]).squeeze(-1)
+        error = torch.linalg.vector_norm(torch.baddbmm(h, w.to(h.dtype), v, beta=-1), dim=-1)
+        parts.append(
+            {
+                "cross": h @ v.mT,
+                "fidelity": _relative(error, norm),
+                "kappa": _relative(contribution, norm),
+                "reader_norm": norm,
+                "reader_max": torch.linalg.vector_norm(h, ord=torch.inf, dim=-1),
+                "reader_mean": h.mean(-1),
+            }
+        )
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def measure_writes(writes: Tensor, *, gram: bool) -> dict[str, Tensor]:
+    """``source_norm`` and ``source_max (token, source)``, and ``gram (token, source, source)`` if asked for."""
+    parts = []
+    for part in chunks(writes):
+        v = _real(writes[part])
+        measured = {
+            "source_norm": torch.linalg.vector_norm(v, dim=-1),
+            "source_max": torch.linalg.vector_norm(v, ord=torch.inf, dim=-1),
+        }
+        parts.append(measured | ({"gram": v @ v.mT} if gram else {}))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats of ``logits (token, vocab)`` against ``targets (token)``, in chunks."""
+    parts = [
+        torch.nn.functional.cross_entropy(_real(logits[part]), targets[part], reduction="none")
+        for part in chunks(logits[:, None, :])
+    ]
+    return torch.cat(parts)
+
+
+def _relative(value: Tensor, norm: Tensor) -> Tensor:
+    """``value / norm``; 0 / 0 is 0: an input of exactly zero that is reconstructed as zero has no error."""
+    return torch.where((value == 0) & (norm == 0), 0.0, value / norm)
+
+
+def _real(values: Tensor) -> Tensor:
+    """Half precision is measured in float32."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()

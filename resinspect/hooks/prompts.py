@@ -1,0 +1,140 @@
+"""Prompts as a user gives them, turned into batches of token ids."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from resinspect.errors import PromptError
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of one forward pass.
+
+    Attributes:
+        ids: ``(batch, token)``.
+        mask: ``(batch, token)``, True for real tokens.
+        first_sample: Number of the first prompt among all.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    first_sample: int
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each token within its own prompt, ``(batch, token)``; 0 at padding."""
+        return (self.mask.long().cumsum(-1) - 1).clamp(min=0)
+
+    @property
+    def padded(self) -> bool:
+        """Whether any place is padding."""
+        return not bool(self.mask.all())
+
+    def real(self, values: Tensor) -> Tensor:
+        """The real tokens of ``(batch, token, ...)`` packed to ``(n, ...)``: a copy if padded, else maybe a view."""
+        return values[self.mask.to(values.device)] if self.padded else values.flatten(0, 1)
+
+
+def encode_prompts(
+    prompts: Prompts,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    max_length: int | None = None,
+    vocab_size: int | None = None,
+    truncate: bool = False,
+) -> list[list[int]]:
+    """Token ids of every prompt.
+
+    Args:
+        prompts: A text, texts, lists of ids, or a batch ``{"input_ids", "attention_mask"}`` padded on either side.
+        tokenizer: Needed for texts.
+        max_length: Longest context of the model, if it has one.
+        vocab_size: Number of ids the model knows, if it says so.
+        truncate: Keep the first ``max_length`` tokens of a longer prompt, with a warning that names it.
+
+    Raises:
+        PromptError: If there is nothing to run, or a prompt is empty, too long, or has ids the model does not know.
+    """
+    encoded = [_ids(i, prompt, tokenizer) for i, prompt in enumerate(_split(prompts))]
+    if not encoded:
+        raise PromptError("there are no prompts; give at least one text or list of token ids.")
+    for i, ids in enumerate(encoded):
+        if not ids:
+            raise PromptError(f"prompt {i} is empty; give at least one token.")
+        if vocab_size is not None and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise PromptError(f"prompt {i} has token ids outside 0..{vocab_size - 1}; the model knows no others.")
+        if max_length is not None and len(ids) > max_length:
+            if not truncate:
+                raise PromptError(
+                    f"prompt {i} has {len(ids)} tokens but the model's context is {max_length}; "
+                    "shorten it, or ask to keep only its beginning (truncate)."
+                )
+            warnings.warn(f"prompt {i} was cut to its first {max_length} of {len(ids)} tokens.", stacklevel=2)
+            encoded[i] = ids[:max_length]
+    return encoded
+
+
+def batches(encoded: Sequence[list[int]], size: int, *, pad: bool, device: torch.device) -> Iterator[Batch]:
+    """Consecutive prompts, padded on the right; without ``pad`` only prompts of equal length share a batch."""
+    start = 0
+    while start < len(encoded):
+        stop = start + 1
+        while stop < min(start + size, len(encoded)) and (pad or len(encoded[stop]) == len(encoded[start])):
+            stop += 1
+        rows = encoded[start:stop]
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device=device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        yield Batch(ids, torch.arange(width, device=device) < lengths[:, None], start)
+        start = stop
+
+
+def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """The literal text of each token; its piece where a token is part of a character, its id without a tokenizer."""
+    if tokenizer is None:
+        return [str(i) for i in ids]
+    unique = {i: tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in set(ids)}
+    pieces = {i: tokenizer.convert_ids_to_tokens(i) for i, text in unique.items() if "�" in text or not text}
+    return [pieces.get(i, unique[i]) for i in ids]
+
+
+def _split(prompts: Prompts) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        if "input_ids" not in prompts:
+            raise PromptError(f"a batch needs input_ids; it has {', '.join(map(str, prompts)) or 'nothing'}.")
+        ids = torch.as_tensor(prompts["input_ids"])
+        mask = torch.as_tensor(prompts.get("attention_mask", torch.ones_like(ids))).bool()
+        if ids.ndim != 2 or ids.shape != mask.shape:
+            raise PromptError(
+                f"a batch needs input_ids (batch, token) and an attention_mask of the same shape; "
+                f"they are {tuple(ids.shape)} and {tuple(mask.shape)}."
+            )
+        if (mask.long().diff(dim=-1) != 0).sum(-1).max() > 1:
+            raise PromptError("the attention_mask has holes inside a prompt; pad on the left or the right only.")
+        return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    if isinstance(prompts, Tensor):
+        return prompts.tolist() if prompts.ndim == 2 else [prompts.tolist()]
+    items = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
+
+
+def _ids(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise PromptError(f"prompt {index} is text but there is no tokenizer; pass tokenizer= or token ids.")
+        return list(tokenizer(prompt, verbose=False)["input_ids"])
+    if isinstance(prompt, Tensor):
+        prompt = prompt.tolist()
+    if isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+        return list(prompt)
+    raise PromptError(f"prompt {index} is a {type(prompt).__name__}; give a text or a list of token ids.")

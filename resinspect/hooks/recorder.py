@@ -1,0 +1,187 @@
+"""The recorder: turns the events of one forward pass into rows of W and the geometry beside them, online."""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from resinspect.errors import CaptureError
+from resinspect.families import Event, Layout
+from resinspect.hooks.geometry import chunks, measure_readers, measure_writes
+from resinspect.hooks.prompts import Batch
+from resinspect.program import COEFFICIENT, Native, Unroll, one_hot, solve
+
+READERS_AT_ONCE = 6
+"""Reader inputs held back to be measured together: more is faster, fewer keeps memory near that of the writes."""
+
+
+class Recorder:
+    """Receives every source, native and reader of one batch, in the order in which the model runs.
+
+    Writes go into one buffer ``(token, source, d)``. A row of W exists as soon as its reader fires (replay), or at
+    the end (solve). Reader inputs are compared with their reconstruction in small groups and then dropped.
+
+    Args:
+        layout: The model's sources, readers and program.
+        batch: Says which places of ``(batch, token)`` are real tokens.
+        method: ``"replay"`` or ``"solve"``.
+        keep: Optional groups: ``"gram"``, ``"cross"``, ``"natives"``, ``"hidden"``.
+    """
+
+    def __init__(self, layout: Layout, batch: Batch, method: str, keep: frozenset[str]) -> None:
+        self.layout, self.batch, self.method, self.keep = layout, batch, method, keep
+        self.natives: dict[int, Native] = defaultdict(dict)
+        self._measured: dict[str, list[Tensor]] = defaultdict(list)
+        self._hidden: list[Tensor] = []
+        self._written = self._read = self._in_group = 0
+        self._writes = self._group = self._weight = self._magnitude = None
+        self._programs: list[tuple[Unroll, Tensor, bool]] = []
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in which the model formed its residual."""
+        return self._writes.dtype
+
+    def receive(self, event: Event, value: Tensor) -> None:
+        """Take one event; ``value`` is ``(batch, token, ...)`` and is copied."""
+        if value.shape[:2] != self.batch.ids.shape:
+            raise CaptureError(
+                f"{self._name(event)} has shape {tuple(value.shape)}, but the batch has (batch, token) = "
+                f"{tuple(self.batch.ids.shape)}; only models that keep these two leading dimensions can be captured."
+            )
+        value = self.batch.real(value)
+        if event.what == "source":
+            self._on_source(event, value)
+        elif event.what == "reader":
+            self._on_reader(event, value)
+        else:
+            self.natives[event.index][event.name] = value.clone()
+
+    def finish(self) -> dict[str, Tensor]:
+        """All measures of the batch, each with leading dimension token.
+
+        Raises:
+            CaptureError: If a source or reader never fired.
+        """
+        anatomy = self.layout.anatomy
+        if self._written < len(anatomy.sources):
+            raise CaptureError(f"source {anatomy.sources[self._written].name!r} never ran in the forward pass.")
+        if self._read < len(anatomy.readers):
+            raise CaptureError(f"reader {anatomy.readers[self._read].name!r} never ran in the forward pass.")
+        result = {"weight": self._weight}
+        if self.method == "solve":
+            result |= self._solve_all()
+        else:
+            self._flush()
+        result |= {name: torch.cat(parts, dim=1) for name, parts in self._measured.items()}
+        result |= measure_writes(self._writes, gram="gram" in self.keep)
+        if "hidden" in self.keep:
+            result |= {"reader_hidden": torch.stack(self._hidden, dim=1), "source_hidden": self._writes}
+        return result
+
+    def _on_source(self, event: Event, value: Tensor) -> None:
+        self._expect(event, self._written)
+        if self._writes is None:
+            self._allocate(value)
+        self._writes[:, event.index] = value
+        self._written += 1
+        if self.method == "replay" and event.index > 0:
+            for unroll, _, absolute in self._programs:
+                unroll.write(self._native(event.index - 1, absolute))
+
+    def _on_reader(self, event: Event, value: Tensor) -> None:
+        self._expect(event, self._read)
+        reader = self.layout.anatomy.readers[event.index]
+        if self._written < reader.prefix:
+            missing = self.layout.anatomy.sources[self._written].name
+            raise CaptureError(f"reader {reader.name!r} ran before source {missing!r} was written.")
+        if self._in_group == self._group.shape[1]:
+            self._flush()
+        self._group[:, self._in_group] = value
+        self._in_group += 1
+        self._read += 1
+        if "hidden" in self.keep:
+            self._hidden.append(value.clone())
+        if self.method == "replay":
+            self._advance(event.index)
+
+    def _advance(self, reader: int) -> None:
+        """At the first input of a site, run the program up to it and store the rows of all its inputs."""
+        anatomy = self.layout.anatomy
+        site = next(s for s in anatomy.sites if reader in anatomy.readers_of(s))
+        if reader != anatomy.readers_of(site)[0]:
+            return
+        for unroll, rows, absolute in self._programs:
+            inputs = unroll.read(self._native(site.index, absolute))
+            for index, row in zip(anatomy.readers_of(site), inputs, strict=True):
+                prefix = anatomy.readers[index].prefix
+                rows[:, index, :prefix] = row[..., :prefix]
+
+    def _native(self, site: int, absolute: bool) -> Native:
+        native = self.natives.get(site, {})
+        return {name: value.abs() for name, value in native.items()} if absolute else native
+
+    def _flush(self) -> None:
+        """Measure the held-back readers against the writes so far."""
+        if not self._in_group:
+            return
+        stop, count = self._read, self._in_group
+        prefix = max(r.prefix for r in self.layout.anatomy.readers[stop - count : stop])
+        weight, magnitude = (
+            rows[:, stop - count : stop, :prefix].nan_to_num() for rows in (self._weight, self._magnitude)
+        )
+        self._measure(self._writes[:, :prefix], self._group[:, :count], weight, magnitude, first=stop - count)
+        self._in_group = 0
+
+    def _measure(self, writes: Tensor, inputs: Tensor, weight: Tensor, magnitude: Tensor, *, first: int) -> None:
+        measured = measure_readers(writes, inputs, weight, magnitude)
+        cross = measured.pop("cross")
+        if "cross" in self.keep:
+            full = torch.full_like(self._weight[:, : inputs.shape[1]], torch.nan)
+            for i, reader in enumerate(self.layout.anatomy.readers[first : first + inputs.shape[1]]):
+                full[:, i, : reader.prefix] = cross[:, i, : reader.prefix]
+            self._measured["cross"].append(full)
+        for name, value in measured.items():
+            self._measured[name].append(value)
+
+    def _solve_all(self) -> dict[str, Tensor]:
+        """Solve every reader; where a weight is not identifiable it is NaN, its error bound says why."""
+        prefix = [reader.prefix for reader in self.layout.anatomy.readers]
+        eps = torch.finfo(self._writes.dtype).eps
+        parts = [solve(self._writes[c], self._group[c], prefix, eps=eps) for c in chunks(self._writes)]
+        weight, error, identifiable = (torch.cat(values) for values in zip(*parts, strict=True))
+        weight, error = weight.to(self._weight.dtype), error.to(self._weight.dtype)
+        fit = weight.nan_to_num()
+        self._measure(self._writes, self._group, fit, fit.abs(), first=0)
+        return {"weight": weight.masked_fill(~identifiable, torch.nan), "weight_error": error}
+
+    def _allocate(self, value: Tensor) -> None:
+        tokens, width = value.shape
+        sources, readers = len(self.layout.anatomy.sources), len(self.layout.anatomy.readers)
+        kind = torch.float64 if value.dtype == torch.float64 else torch.float32
+        group = readers if self.method == "solve" else min(readers, READERS_AT_ONCE)
+        self._writes = value.new_empty(tokens, sources, width)
+        self._group = value.new_empty(tokens, group, width)
+        self._weight = torch.full((tokens, readers, sources), torch.nan, dtype=kind, device=value.device)
+        if self.method == "replay":
+            # With absolute natives the program gives the sum of |paths| behind each weight: what rounds inside it.
+            self._magnitude = self._weight.clone() if self.layout.connection.natives else self._weight
+            for rows in {id(r): r for r in (self._weight, self._magnitude)}.values():
+                unit = one_hot(sources, dtype=kind, device=value.device)
+                unroll = Unroll(self.layout.connection, self.layout.anatomy, COEFFICIENT, unit)
+                self._programs.append((unroll, rows, rows is not self._weight))
+
+    def _expect(self, event: Event, index: int) -> None:
+        if event.index != index:
+            happened = "ran a second time" if event.index < index else "ran out of order"
+            raise CaptureError(
+                f"{self._name(event)} {happened} in one forward pass; shared, looped or reordered modules are not "
+                "supported by this layout."
+            )
+
+    def _name(self, event: Event) -> str:
+        anatomy = self.layout.anatomy
+        if event.what == "native":
+            return f"native {event.name!r} of {anatomy.sites[event.index].name!r}"
+        items = anatomy.sources if event.what == "source" else anatomy.readers
+        return f"{event.what} {items[event.index].name!r}"
