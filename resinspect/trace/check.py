@@ -8,11 +8,10 @@ import xarray as xr
 
 from resinspect.errors import TraceError
 from resinspect.trace.schema import (
+    ALLOWED,
     ATTRIBUTES,
     CONVENTION,
     COORDINATES,
-    EPS,
-    METHODS,
     NATIVE_PREFIX,
     VARIABLES,
 )
@@ -52,9 +51,7 @@ def require_trace(trace: xr.Dataset) -> xr.Dataset:
     found = check_trace(trace)
     if found:
         count = "1 violation" if len(found) == 1 else f"{len(found)} violations"
-        raise TraceError(
-            f"not a valid trace ({count} of {CONVENTION}):\n" + "\n".join(f"- {s}" for s in found)
-        )
+        raise TraceError(f"not a valid trace ({count} of {CONVENTION}):\n" + "\n".join(f"- {s}" for s in found))
     return trace
 
 
@@ -71,22 +68,20 @@ def _attributes(trace: xr.Dataset) -> Iterator[str]:
             yield f"attribute {name!r} is missing; expected a {kind.__name__}"
             continue
         value = trace.attrs[name]
-        if not isinstance(value, kind):
+        if not isinstance(value, (int, float) if kind is float else kind):
             yield f"attribute {name!r} is {value!r}; expected a {kind.__name__}"
-        elif name in _ALLOWED and value not in _ALLOWED[name]:
-            yield f"attribute {name!r} is {value!r}; expected one of {', '.join(map(repr, _ALLOWED[name]))}"
+        elif name in ALLOWED and value not in ALLOWED[name]:
+            yield f"attribute {name!r} is {value!r}; expected one of {', '.join(map(repr, ALLOWED[name]))}"
         elif name == "tolerance" and not 0 < value < np.inf:
             yield f"attribute 'tolerance' is {value!r}; expected a finite number above 0"
-    for name, value in trace.attrs.items():
-        if not _is_plain(value):
-            yield f"attribute {name!r} is {value!r}; expected text, a finite number or a list of them"
-
-
-_ALLOWED: dict[str, tuple[str, ...]] = {"convention": (CONVENTION,), "method": METHODS, "dtype": tuple(EPS)}
+    for owner, attrs in [("", trace.attrs), *((f" of {n!r}", v.attrs) for n, v in trace.variables.items())]:
+        for name, value in attrs.items():
+            if not _is_plain(value):
+                yield f"attribute {name!r}{owner} is {value!r}; expected text, a finite number or a list of them"
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return all(_is_plain(item) for item in value)
     return isinstance(value, (str, bool, int)) or (isinstance(value, float) and np.isfinite(value))
 

@@ -139,11 +139,7 @@ def _form(trace: xr.Dataset, name: str) -> str:
     variable = trace.variables[name]
     sizes = ", ".join(f"{dim} {size}" for dim, size in variable.sizes.items() if dim != "token")
     # Widths of strings and of integers do not matter; those of floats do, as they say how a value was rounded.
-    kind = (
-        variable.dtype.name
-        if variable.dtype.kind == "f"
-        else {"U": "text", "O": "text"}.get(variable.dtype.kind)
-    )
+    kind = variable.dtype.name if variable.dtype.kind == "f" else {"U": "text", "O": "text"}.get(variable.dtype.kind)
     return f"{', '.join(map(str, variable.dims))}; {kind or 'whole'}; {sizes}"
 
 

@@ -1,5 +1,6 @@
 """The manifest: which shards make up a trace. A shard that is not in it does not count."""
 
+import contextlib
 import json
 import os
 import re
@@ -42,7 +43,9 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(folder / MANIFEST)
-        sync(folder)
+        # The manifest is in place by now, and some file systems cannot sync a folder.
+        with contextlib.suppress(OSError):
+            sync(folder)
 
 
 def sync(path: Path) -> None:
@@ -52,6 +55,22 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def load_manifest(folder: Path) -> Manifest | None:
+    """Read the manifest of a folder, without looking at the shards.
+
+    Args:
+        folder: any folder.
+
+    Returns:
+        The manifest, None if there is none.
+
+    Raises:
+        TraceError: if the file is damaged or belongs to something else.
+    """
+    file = folder / MANIFEST
+    return parse_manifest(file.read_bytes(), file) if file.exists() else None
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -66,66 +85,68 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         TraceError: if the path is missing, is no trace, has a damaged manifest or lacks a shard.
     """
-    if not path.exists():
-        raise TraceError(f"no trace at {path}: there is no such file or folder")
-    if path.is_dir():
-        text, present = (
-            _from_folder(path),
-            {p.name for p in path.iterdir() if p.is_dir() and not p.is_symlink()},
-        )
-    elif zipfile.is_zipfile(path):
-        text, present = _from_zip(path)
-    else:
-        raise TraceError(f"{path} is a file; a trace is a folder or a .zip made by export_zip")
-    manifest = _parse(text, path)
+    try:
+        if not path.exists():
+            raise TraceError(f"no trace at {path}: there is no such file or folder")
+        if path.is_dir():
+            manifest = load_manifest(path)
+            present = {entry.name for entry in path.iterdir() if entry.is_dir() and not entry.is_symlink()}
+        elif zipfile.is_zipfile(path):
+            manifest, present = _from_zip(path)
+        else:
+            raise TraceError(f"{path} is a file; a trace is a folder, or a zip made by export_zip")
+    except OSError as error:
+        raise TraceError(f"the trace at {path} cannot be read: {error.strerror or error}") from error
+    if manifest is None:
+        raise TraceError(f"{path} is not a trace: it has no {MANIFEST}")
     missing = [name for name in manifest.shards if name not in present]
     if missing:
         raise TraceError(f"the trace at {path} lacks {', '.join(missing)}, which its manifest names")
     return manifest
 
 
-def _from_folder(path: Path) -> str:
-    file = path / MANIFEST
-    if not file.is_file():
-        raise TraceError(f"{path} is not a trace: it has no {MANIFEST}")
-    return file.read_text(encoding="utf-8", errors="replace")
-
-
-def _from_zip(path: Path) -> tuple[str, set[str]]:
+def _from_zip(path: Path) -> tuple[Manifest | None, set[str]]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            if MANIFEST not in names:
-                raise TraceError(f"{path} is not a trace: it has no {MANIFEST}")
-            text = archive.read(MANIFEST).decode("utf-8", errors="replace")
-    except zipfile.BadZipFile as error:
+            manifest = parse_manifest(archive.read(MANIFEST), path / MANIFEST) if MANIFEST in names else None
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise TraceError(f"{path} is a damaged zip: {error}") from error
-    return text, {name.partition("/")[0] for name in names if "/" in name}
+    return manifest, {name.partition("/")[0] for name in names if "/" in name}
 
 
-def _parse(text: str, path: Path) -> Manifest:
-    file = path / MANIFEST
+def parse_manifest(data: bytes, file: Path) -> Manifest:
+    """Turn the bytes of a manifest into one, trusting none of it.
+
+    Args:
+        data: JSON as UTF-8.
+        file: where it comes from, for messages.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        TraceError: if anything in it is not as expected.
+    """
     try:
-        fields = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{file} is not JSON: {error}") from error
     if not isinstance(fields, dict) or "convention" not in fields:
         raise TraceError(f"{file} is not the manifest of a trace: it names no convention")
     if fields["convention"] != CONVENTION:
         raise TraceError(f"{file} has convention {fields['convention']!r}; this version reads {CONVENTION!r}")
-    fields = {name: fields.get(name) for name in ("complete", "generation", "shards")}
-    if not (isinstance(fields["complete"], bool) and _is_count(fields["generation"], 0)):
-        raise TraceError(f"{file} is damaged: 'complete' has to be true or false and 'generation' a number")
-    if not isinstance(fields["shards"], dict) or not fields["shards"]:
-        raise TraceError(f"{file} is damaged: 'shards' has to map one shard or more to its number of tokens")
-    for name, tokens in fields["shards"].items():
+    complete, generation, shards = (fields.get(name) for name in ("complete", "generation", "shards"))
+    if not (isinstance(complete, bool) and _is_count(generation, 0)):
+        raise TraceError(f"{file} is damaged: expected 'complete' to be true or false and 'generation' a whole number")
+    if not isinstance(shards, dict) or not shards:
+        raise TraceError(f"{file} is damaged: expected 'shards' to map at least one shard to its number of tokens")
+    for name, tokens in shards.items():
         if not SHARD_NAME.fullmatch(name):
-            raise TraceError(
-                f"{file} names the shard {name!r}; allowed are names like 'shard-000-00000.zarr'"
-            )
+            raise TraceError(f"{file} names the shard {name!r}; allowed are names like 'shard-000-00000.zarr'")
         if not _is_count(tokens, 1):
             raise TraceError(f"{file} gives shard {name} {tokens!r} tokens; expected a whole number above 0")
-    return Manifest(**fields)
+    return Manifest(complete, generation, shards)
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -36,7 +36,7 @@ def open_trace(path: str | Path) -> xr.Dataset:
     manifest = read_manifest(path)
     if not manifest.complete:
         warnings.warn(
-            f"the trace at {path} is incomplete: its writer did not finish, {len(manifest.shards)} batches are there",
+            f"the trace at {path} is incomplete: its writer did not finish after batch {len(manifest.shards)}",
             UserWarning,
             stacklevel=2,
         )
@@ -57,21 +57,20 @@ class _TraceBackend(BackendEntrypoint):
         shards: Shards,
     ) -> xr.Dataset:
         attrs, layout = shards.layout()
-        variables = {name: _variable(shards, layout, name) for name in layout["coordinates"]}
-        data = {name: _lazy(shards, name) for name in layout["variables"]}
-        return xr.Dataset(data, variables, attrs)
+        with shards.blame(0):
+            coords = {name: _coordinate(shards, layout, name) for name in layout["coordinates"]}
+            data = {name: _lazy(shards, name) for name in layout["variables"]}
+            return xr.Dataset(data, coords, attrs)
 
 
-def _variable(shards: Shards, layout: dict[str, Any], name: str) -> xr.Variable:
+def _coordinate(shards: Shards, layout: dict[str, Any], name: str) -> xr.Variable:
     """Read a coordinate whole: they are small, and selecting needs them."""
     if name in layout["names"]:
         entry = layout["names"][name]
         return xr.Variable(entry["dims"], np.array(entry["values"], dtype=np.str_), entry["attrs"])
     if name in layout["token_text"]:
         text = [token for index in range(len(shards)) for token in shards.text(index, name)]
-        return xr.Variable(
-            ("token",), np.array(text, dtype=object), dict(shards.array(0, f"{name}_end").attrs)
-        )
+        return xr.Variable(("token",), np.array(text, dtype=object), dict(shards.array(0, f"{name}_end").attrs))
     first = shards.array(0, name)
     dims = first.metadata.dimension_names
     several = range(len(shards)) if dims[:1] == ("token",) else range(1)
@@ -106,9 +105,7 @@ class _JoinedArray(BackendArray):
         """Read an outer selection: one integer, slice or index array per dimension."""
         first, *rest = key
         tokens = np.atleast_1d(np.arange(self.shape[0])[first])
-        values = np.empty(
-            (len(tokens), *(self._picked(axis, k) for axis, k in enumerate(rest, start=1))), self.dtype
-        )
+        values = np.empty((len(tokens), *(self._picked(axis, k) for axis, k in enumerate(rest, start=1))), self.dtype)
         owner = np.searchsorted(self._shards.ends, tokens, side="right")
         for index in np.unique(owner).tolist():
             here = owner == index
@@ -120,9 +117,7 @@ class _JoinedArray(BackendArray):
         low = int(tokens.min())
         block = self._shards.read(index, self._name, low, int(tokens.max()) + 1)[tokens - low]
         for axis, k in enumerate(rest, start=1):
-            block = block[
-                (slice(None),) * axis + (slice(k, k + 1) if isinstance(k, (int, np.integer)) else k,)
-            ]
+            block = block[(slice(None),) * axis + (slice(k, k + 1) if isinstance(k, (int, np.integer)) else k,)]
         return block
 
     def _picked(self, axis: int, key: Any) -> int:

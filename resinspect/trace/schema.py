@@ -1,14 +1,6 @@
-"""The trace convention as data: one table of variables, one of coordinates, one of attributes; and `build_trace`."""
+"""The trace convention as data: one table of variables, one of coordinates, one of attributes."""
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import xarray as xr
-
-from resinspect.errors import TraceError
 
 CONVENTION = "resinspect-trace/1"
 NATIVE_PREFIX = "native_"
@@ -64,21 +56,13 @@ VARIABLES: dict[str, Variable] = {
     "cross": Variable(_READ, "inner product of write and reader input", "activation²"),
     "gram": Variable(("token", "source", "source2"), "inner product of two writes", "activation²"),
     "source_norm": Variable(_BY_SOURCE, "norm of the write", "activation", required=True, nonnegative=True),
-    "reader_norm": Variable(
-        _BY_READER, "norm of the reader input", "activation", required=True, nonnegative=True
-    ),
+    "reader_norm": Variable(_BY_READER, "norm of the reader input", "activation", required=True, nonnegative=True),
     "fidelity": Variable(_BY_READER, "relative reconstruction error", required=True, nonnegative=True),
     "kappa": Variable(_BY_READER, "conditioning of the reconstruction", required=True, nonnegative=True),
-    "reader_max": Variable(
-        _BY_READER, "largest channel of the reader input, absolute", "activation", nonnegative=True
-    ),
+    "reader_max": Variable(_BY_READER, "largest channel of the reader input, absolute", "activation", nonnegative=True),
     "reader_mean": Variable(_BY_READER, "channel mean of the reader input", "activation"),
-    "source_max": Variable(
-        _BY_SOURCE, "largest channel of the write, absolute", "activation", nonnegative=True
-    ),
-    "reader_gram": Variable(
-        ("token", "reader", "reader2"), "inner product of two reader inputs", "activation²"
-    ),
+    "source_max": Variable(_BY_SOURCE, "largest channel of the write, absolute", "activation", nonnegative=True),
+    "reader_gram": Variable(("token", "reader", "reader2"), "inner product of two reader inputs", "activation²"),
     "stream_weight": Variable(("token", "reader", "stream", "source"), "routing weight in each stream"),
     "loss": Variable(("token",), "loss of predicting the next token", "nats"),
     "logits": Variable(("token", "vocab"), "logit of the next token", "nats"),
@@ -115,82 +99,5 @@ ATTRIBUTES: dict[str, type] = {
     "tolerance": float,
 }
 
-
-def build_trace(
-    variables: Mapping[str, Any],
-    *,
-    readers: Sequence[str],
-    sources: Sequence[str],
-    coords: Mapping[str, Any],
-    attrs: Mapping[str, Any],
-) -> xr.Dataset:
-    """Build a trace from arrays and hold it against the convention.
-
-    Args:
-        variables: name -> array with the dims of `VARIABLES`, or name -> (dims, array); `native_*` variables
-            need the second form, with "token" first.
-        readers: names of the readers in execution order, such as "0.attn" or "final".
-        sources: names of the sources in execution order, such as "embed" or "0.mlp".
-        coords: the other coordinates of `COORDINATES`, each one-dimensional. Coordinates outside the table are
-            given as (dims, values).
-        attrs: the attributes of `ATTRIBUTES` except `convention`. `versions` may be a mapping, which is stored
-            as JSON. Further attributes may be added.
-
-    Returns:
-        The trace, with `long_name` and `units` on every variable.
-
-    Raises:
-        TraceError: if the arrays do not fit together or the result violates the convention; all violations are
-            in the one message.
-    """
-    from resinspect.trace.check import require_trace
-
-    data = {name: _variable(name, value) for name, value in variables.items()}
-    labels = {"reader": list(readers), "source": list(sources), **coords}
-    try:
-        trace = xr.Dataset(data, {name: _coordinate(name, value) for name, value in labels.items()})
-    except ValueError as error:
-        raise TraceError(f"the arrays of the trace do not fit together: {error}") from error
-    trace.attrs = {"convention": CONVENTION, **{name: _attribute(value) for name, value in attrs.items()}}
-    return require_trace(trace)
-
-
-def _variable(name: str, value: Any) -> xr.Variable:
-    dims, array = value if isinstance(value, tuple) else (None, value)
-    if dims is None:
-        if name not in VARIABLES:
-            raise TraceError(
-                f"variable {name!r} is not in the table, so it needs its dims: pass (dims, array), and begin its "
-                f"name with {NATIVE_PREFIX!r}; in the table are {', '.join(VARIABLES)}"
-            )
-        dims = VARIABLES[name].dims
-    array = np.asarray(array)
-    dims = (dims,) if isinstance(dims, str) else tuple(dims)
-    if array.ndim != len(dims):
-        raise TraceError(f"variable {name!r} has shape {array.shape}, expected the dims {dims}")
-    row = VARIABLES.get(name)
-    attrs = (
-        {"long_name": row.long_name, "units": row.units}
-        if row
-        else {"long_name": name.removeprefix(NATIVE_PREFIX).replace("_", " ")}
-    )
-    return xr.Variable(dims, array, attrs)
-
-
-def _coordinate(name: str, value: Any) -> xr.Variable:
-    row = COORDINATES.get(name)
-    if isinstance(value, tuple) and row is None:
-        return xr.Variable(value[0], np.asarray(value[1]))
-    if row is None:
-        return xr.Variable((name,), np.asarray(value))
-    # Fixed-width strings would cost every token the width of the longest one.
-    array = np.array(list(value), dtype=object) if name == "text" else np.asarray(value)
-    if array.ndim != 1:
-        raise TraceError(f"coordinate {name!r} has shape {array.shape}, expected one value per {row.dim}")
-    return xr.Variable((row.dim,), array, {"long_name": row.long_name})
-
-
-def _attribute(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return json.dumps(dict(value), sort_keys=True)
-    return value.item() if isinstance(value, np.generic) else value
+# Attributes with a closed set of values.
+ALLOWED: dict[str, tuple[str, ...]] = {"convention": (CONVENTION,), "method": METHODS, "dtype": tuple(EPS)}

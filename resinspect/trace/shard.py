@@ -22,7 +22,7 @@ from resinspect.trace.check import is_text
 
 CHUNK_TOKENS = 4096
 _CHUNK_BYTES = 2**26
-_LAYOUT = "layout"
+_ATTRS, _LAYOUT = "trace", "layout"
 # Lone surrogates occur when a tokenizer cuts a character; they are kept as they are.
 _UTF8 = {"encoding": "utf-8", "errors": "surrogatepass"}
 
@@ -48,7 +48,7 @@ def write_shard(trace: xr.Dataset, folder: Path) -> None:
             if v.dims != ("token",)
         },
     }
-    group = zarr.create_group(LocalStore(folder), attributes={**trace.attrs, _LAYOUT: layout})
+    group = zarr.create_group(LocalStore(folder), attributes={_ATTRS: dict(trace.attrs), _LAYOUT: layout})
     for name, variable in trace.variables.items():
         if str(name) not in names:
             _write_array(group, str(name), variable)
@@ -63,18 +63,12 @@ def write_shard(trace: xr.Dataset, folder: Path) -> None:
 def _write_array(group: zarr.Group, name: str, variable: xr.Variable) -> None:
     data = np.asarray(variable.values)
     row = data.dtype.itemsize * int(np.prod(data.shape[1:], dtype=np.int64))
-    rows = (
-        min(CHUNK_TOKENS, _CHUNK_BYTES // max(row, 1))
-        if "token" in variable.dims
-        else _CHUNK_BYTES // max(row, 1)
-    )
+    rows = min(CHUNK_TOKENS, _CHUNK_BYTES // max(row, 1)) if "token" in variable.dims else _CHUNK_BYTES // max(row, 1)
     group.create_array(
         name,
         shape=data.shape,
         dtype=data.dtype,
-        chunks=tuple(max(1, size) for size in (min(rows, data.shape[0]), *data.shape[1:]))
-        if data.ndim
-        else (),
+        chunks=tuple(max(1, size) for size in (min(rows, data.shape[0]), *data.shape[1:])) if data.ndim else (),
         compressors=ZstdCodec(checksum=True),
         dimension_names=[str(dim) for dim in variable.dims],
         attributes=dict(variable.attrs),
@@ -111,36 +105,32 @@ class Shards:
 
     def group(self, index: int) -> zarr.Group:
         """Open one shard."""
-        with self._named(index):
+        with self.blame(index):
             return zarr.open_group(self._store, path=self.names[index], mode="r", zarr_format=3)
 
     def layout(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the attributes of the trace and the layout, both as in the first shard."""
-        attrs = dict(self.group(0).attrs)
-        with self._named(0):
-            return attrs, attrs.pop(_LAYOUT)
+        attrs = self.group(0).attrs
+        with self.blame(0):
+            return dict(attrs[_ATTRS]), dict(attrs[_LAYOUT])
 
     def array(self, index: int, name: str) -> zarr.Array:
         """Open one array of one shard; refuse it when chunks are missing, which Zarr would fill in silently."""
         if (index, name) not in self._arrays:
             group = self.group(index)
-            with self._named(index):
+            with self.blame(index):
                 array = group[name]
                 if array.nchunks_initialized != array.nchunks:
-                    raise ValueError(
-                        f"{array.nchunks - array.nchunks_initialized} chunks of {name!r} are missing"
-                    )
+                    raise ValueError(f"{array.nchunks - array.nchunks_initialized} chunks of {name!r} are missing")
                 if array.metadata.dimension_names[:1] == ("token",) and array.shape[0] != self._length(index):
-                    raise ValueError(
-                        f"{name!r} has {array.shape[0]} tokens, the manifest says {self._length(index)}"
-                    )
+                    raise ValueError(f"{name!r} has {array.shape[0]} tokens, the manifest says {self._length(index)}")
             self._arrays[index, name] = array
         return self._arrays[index, name]
 
     def read(self, index: int, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Read a range along the first dimension of one array of one shard."""
         array = self.array(index, name)
-        with self._named(index):
+        with self.blame(index):
             values = np.asarray(array[start:stop] if array.ndim else array[...])
         if isinstance(self._store, LocalStore) and not (self._store.root / self.names[index]).is_dir():
             raise TraceError(f"{self._where} was overwritten after this trace was opened; open it again")
@@ -150,17 +140,18 @@ class Shards:
         """Read the text of the tokens of one shard."""
         data = self.read(index, f"{name}_utf8").tobytes()
         ends = self.read(index, f"{name}_end").tolist()
-        with self._named(index):
+        with self.blame(index):
             return [data[a:b].decode(**_UTF8) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
-    def _length(self, index: int) -> int:
-        return int(self.ends[index] - self.starts[index])
-
     @contextmanager
-    def _named(self, index: int) -> Iterator[None]:
+    def blame(self, index: int) -> Iterator[None]:
+        """Turn what goes wrong on a damaged shard into a TraceError that names it."""
         # What Zarr, its codecs and JSON raise on damaged files has no common base.
         try:
             yield
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TraceError(f"shard {self.names[index]} of {self._where} cannot be read: {cause}") from error
+
+    def _length(self, index: int) -> int:
+        return int(self.ends[index] - self.starts[index])

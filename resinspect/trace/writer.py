@@ -1,12 +1,8 @@
 """Save traces so that a crash, a full disk or a second writer never costs a finished one."""
 
 import contextlib
-import errno
-import fcntl
 import os
-import re
 import shutil
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +13,10 @@ import xarray as xr
 from resinspect.errors import TraceError
 from resinspect.trace.check import require_trace
 from resinspect.trace.combine import last_sample, renumber, require_alike
-from resinspect.trace.manifest import MANIFEST, SHARD_NAME, Manifest, read_manifest, sync
+from resinspect.trace.folder import LOCK, WRITING, acquire, cause_of, require_writable, sweep, sync_tree
+from resinspect.trace.manifest import Manifest, load_manifest
 from resinspect.trace.shard import write_shard
 
-_LOCK = ".lock"
-_WRITING, _DELETED = ".writing-", ".deleted-"
-_OURS = re.compile(
-    rf"({re.escape(_WRITING)}|{re.escape(_DELETED)})?{SHARD_NAME.pattern}|{re.escape(MANIFEST)}(\.tmp)?|{re.escape(_LOCK)}"
-)
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SAVE_TOKENS = 16 * 4096
 
 
@@ -44,34 +35,34 @@ class TraceWriter:
 
     Raises:
         TraceError: on entering, if the path is a file, another folder, or in use by another writer; on appending,
-            if the batch is not a valid trace or does not fit the earlier ones; on both and on closing, if the disk
-            is full or refuses the write.
+            if the batch is not a valid trace or does not fit the earlier ones; on closing, if there was no batch;
+            on all three, if the disk is full or refuses the write.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lock: int | None = None
+        self._earlier: Manifest | None = None
+        self._generation = 0
         self._shards: dict[str, int] = {}
+        self._tried = 0
         self._like: xr.Dataset | None = None
         self._top = -1
-        self._lock: int | None = None
 
     def __enter__(self) -> "TraceWriter":
-        self._created = not self.path.exists()
-        _require_ours(self.path)
         with self._saving():
+            require_writable(self.path)
+            self._created = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _acquire(self.path)
-        try:
-            # What the folder holds for readers at this moment; the shards it names are never touched.
-            self._published = self._old = (
-                read_manifest(self.path) if (self.path / MANIFEST).exists() else None
-            )
-            with self._saving():
-                self._sweep()
-        except BaseException:
-            os.close(self._lock)
-            raise
-        self._generation = self._old.generation + 1 if self._old else 0
+            self._lock = acquire(self.path)
+            try:
+                self._earlier = load_manifest(self.path)
+                sweep(self.path)
+            except BaseException:
+                self._release()
+                raise
+        self._generation = self._earlier.generation + 1 if self._earlier else 0
+        self._shards, self._tried, self._like, self._top = {}, 0, None, -1
         return self
 
     def append(self, trace: xr.Dataset) -> None:
@@ -81,28 +72,31 @@ class TraceWriter:
             trace: a valid trace with the same readers, sources, variables and attributes as the earlier batches.
 
         Raises:
-            TraceError: see the class.
+            TraceError: see the class; the batch is then not part of the trace.
         """
+        self._write(require_trace(trace))
+
+    def _write(self, trace: xr.Dataset) -> None:
         if self._lock is None:
             raise TraceError("append was called outside `with TraceWriter(path) as writer:`")
-        require_trace(trace)
         if self._like is None:
             self._like = trace.isel(token=slice(0, 0)).copy(deep=True)
-        else:
-            require_alike(self._like, trace, f"batch {len(self._shards) + 1}", "the batches before it")
+        require_alike(self._like, trace, f"batch {len(self._shards) + 1}", "the batches before it")
         trace = renumber(trace, self._top)
-        name = f"shard-{self._generation:03d}-{len(self._shards):05d}.zarr"
-        temporary = self.path / f"{_WRITING}{name}"
+        name = f"shard-{self._generation:03d}-{self._tried:05d}.zarr"
+        self._tried += 1
+        temporary = self.path / f"{WRITING}{name}"
         with self._saving():
-            if temporary.exists():
-                shutil.rmtree(temporary)
-            write_shard(trace, temporary)
-            _sync_tree(temporary)
+            try:
+                write_shard(trace, temporary)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
             temporary.rename(self.path / name)
-            self._shards[name] = trace.sizes["token"]
-            self._top = last_sample(trace)
-            if self._old is None:
-                self._publish(complete=False)
+            if self._earlier is None:
+                self._manifest({**self._shards, name: trace.sizes["token"]}, complete=False).publish(self.path)
+        self._shards[name] = trace.sizes["token"]
+        self._top = last_sample(trace)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -117,64 +111,54 @@ class TraceWriter:
             if kind is not None:
                 self._withdraw()
         finally:
-            os.close(self._lock)
-            self._lock = None
+            self._release()
 
     def _commit(self) -> None:
         if not self._shards:
             raise TraceError(f"no batch was appended, so nothing was saved at {self.path}")
         with self._saving():
-            self._publish(complete=True)
+            if self._earlier is not None:
+                # The earlier trace is about to be deleted, so the new one must outlive a power cut.
+                for name in self._shards:
+                    sync_tree(self.path / name)
+            self._manifest(self._shards, complete=True).publish(self.path)
         # The new trace is in place. What cannot be deleted now, the next writer deletes.
         with contextlib.suppress(OSError):
-            self._sweep()
+            sweep(self.path)
 
-    def _publish(self, complete: bool) -> None:
-        manifest = Manifest(complete, self._generation, dict(self._shards))
-        manifest.publish(self.path)
-        self._published = manifest
+    def _manifest(self, shards: dict[str, int], complete: bool) -> Manifest:
+        return Manifest(complete, self._generation, dict(shards))
 
     def _withdraw(self) -> None:
-        """Remove what no reader can see; the folder too if nothing is left of it."""
-        self._sweep()
-        if self._published is None:
-            (self.path / _LOCK).unlink(missing_ok=True)
+        """Remove what no manifest names; the folder too, if it was ours and nothing is left."""
+        sweep(self.path)
+        if load_manifest(self.path) is None:
+            (self.path / LOCK).unlink(missing_ok=True)
             if self._created:
                 self.path.rmdir()
 
-    def _sweep(self) -> None:
-        """Delete all shards that the manifest does not name: half-written, withdrawn or replaced ones."""
-        keep = self._published.shards if self._published else {}
-        for entry in sorted(self.path.iterdir()):
-            if entry.name in keep or entry.name in (MANIFEST, _LOCK) or not _OURS.fullmatch(entry.name):
-                continue
-            if entry.is_symlink() or not entry.is_dir():
-                entry.unlink()
-                continue
-            # Renamed first: a reader that still has the shard open then notices, instead of missing single chunks.
-            if SHARD_NAME.fullmatch(entry.name):
-                entry = entry.rename(entry.with_name(f"{_DELETED}{entry.name}"))
-            shutil.rmtree(entry)
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            cause = "disk full" if error.errno in _FULL else (error.strerror or str(error))
-            raise TraceError(f"{cause} while saving {self.path}; {self._kept()}") from error
-
-    def _kept(self) -> str:
-        if getattr(self, "_old", None):
-            return "the earlier trace is untouched"
-        published = getattr(self, "_published", None)
-        return f"the {len(published.shards)} batches before are kept" if published else "nothing was kept"
+            if self._earlier is not None:
+                kept = "the earlier trace is untouched"
+            else:
+                count = len(self._shards)
+                kept = f"batches kept from before: {count}" if count else "nothing was saved"
+            raise TraceError(f"{cause_of(error)} while saving {self.path}; {kept}") from error
 
 
 def save_trace(trace: xr.Dataset, path: str | Path) -> None:
     """Save a trace to a folder, in place of the trace that is there, if any.
 
-    A trace larger than memory that was opened lazily is saved part by part.
+    A trace larger than memory that was opened lazily is saved part by part, also onto itself.
 
     Args:
         trace: a valid trace.
@@ -186,90 +170,14 @@ def save_trace(trace: xr.Dataset, path: str | Path) -> None:
     require_trace(trace)
     with TraceWriter(path) as writer:
         for part in _batches(trace):
-            writer.append(trace.isel(token=part))
+            writer._write(trace.isel(token=part))
 
 
 def _batches(trace: xr.Dataset) -> Iterator[slice]:
-    """Cut a trace into parts of whole prompts, each the first to reach the batch size."""
-    starts = np.flatnonzero(trace.coords["position"].values == 0)
-    ends = np.append(starts[1:], trace.sizes["token"])
+    """Cut a trace into parts of whole prompts, each as short as the batch size allows."""
+    ends = np.append(np.flatnonzero(trace.coords["position"].values == 0)[1:], trace.sizes["token"])
     start = 0
     for end in ends.tolist():
         if end - start >= _SAVE_TOKENS or end == trace.sizes["token"]:
             yield slice(start, end)
             start = end
-
-
-def export_zip(path: str | Path, file: str | Path) -> Path:
-    """Pack a stored trace into one file, to send or publish it; `open_trace` reads it.
-
-    Args:
-        path: folder of the trace.
-        file: the zip to write; replaced if it exists.
-
-    Returns:
-        The path of the zip.
-
-    Raises:
-        TraceError: if there is no trace, or the zip cannot be written.
-    """
-    path, file = Path(path), Path(file)
-    if path.is_file():
-        raise TraceError(f"{path} is a file; export_zip packs the folder of a trace")
-    manifest = read_manifest(path)
-    temporary = file.with_name(f"{file.name}.tmp")
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-            archive.writestr(_entry(MANIFEST), manifest.text())
-            for shard in manifest.shards:
-                for source in sorted(p for p in (path / shard).rglob("*") if p.is_file()):
-                    archive.writestr(_entry(source.relative_to(path).as_posix()), source.read_bytes())
-        read_manifest(path)
-        temporary.replace(file)
-    except OSError as error:
-        cause = "disk full" if error.errno in _FULL else (error.strerror or str(error))
-        raise TraceError(f"{cause} while exporting {path} to {file}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return file
-
-
-def _entry(name: str) -> zipfile.ZipInfo:
-    # A fixed date, so that the same trace gives the same file.
-    return zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-
-
-def _require_ours(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise TraceError(f"{path} is a file; a trace is saved to a folder")
-    if not path.is_dir() or (path / MANIFEST).exists():
-        return
-    other = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
-    if other:
-        raise TraceError(
-            f"{path} is a folder with other files ({', '.join(other[:3])}) and no trace; choose another"
-        )
-
-
-def _acquire(path: Path) -> int:
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink == 0:
-            raise BlockingIOError
-    except BlockingIOError:
-        os.close(descriptor)
-        raise TraceError(
-            f"another writer is saving to {path}; wait until it is done or choose another folder"
-        ) from None
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _sync_tree(folder: Path) -> None:
-    for root, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(root) / name)
-        sync(Path(root))
