@@ -1,0 +1,29 @@
+# The two commands of README: `make app` and `make test`. Everything lives in .venv; nothing else is touched.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
+
+.PHONY: app test lint bench clean
+
+app: $(INSTALLED)
+	$(BIN)/resinspect app
+
+test: $(INSTALLED) lint
+	RESINSPECT_CHROMIUM="$$(sh tests/find_chromium.sh)" $(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest tests/benchmarks/bench_capture.py -s
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("resinspect needs Python 3.11 or newer; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[app,train,dev]'
+	touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
