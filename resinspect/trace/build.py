@@ -65,8 +65,19 @@ def build_trace(
         TraceError: if the arrays do not fit together or the result violates the convention; all violations are
             in the one message.
     """
-    readers, sources = list(readers), list(sources)
-    labels = {
+    try:
+        data = {name: _variable(name, value) for name, value in variables.items()}
+        trace = xr.Dataset(data, _labels(list(readers), list(sources), tokens, coords or {}))
+    except ValueError as error:
+        raise TraceError(f"the arrays of the trace do not fit together: {error}") from error
+    trace.attrs = {"convention": CONVENTION, **{name: _attribute(value) for name, value in attrs.items()}}
+    return require_trace(trace)
+
+
+def _labels(
+    readers: list[ReaderLike], sources: list[SourceLike], tokens: Mapping[str, Any], extra: Mapping[str, Any]
+) -> dict[str, xr.Variable]:
+    return {
         **{name: _token_column(name, values) for name, values in tokens.items()},
         "reader": _column("reader", [reader.name for reader in readers]),
         "reader_kind": _column("reader_kind", [reader.kind for reader in readers]),
@@ -75,15 +86,8 @@ def build_trace(
         "source": _column("source", [source.name for source in sources]),
         "source_kind": _column("source_kind", [source.kind for source in sources]),
         "source_layer": _column("source_layer", [source.layer for source in sources]),
-        **{name: _extra(name, values) for name, values in (coords or {}).items()},
+        **{name: _extra(name, values) for name, values in extra.items()},
     }
-    data = {name: _variable(name, value) for name, value in variables.items()}
-    try:
-        trace = xr.Dataset(data, labels)
-    except ValueError as error:
-        raise TraceError(f"the arrays of the trace do not fit together: {error}") from error
-    trace.attrs = {"convention": CONVENTION, **{name: _attribute(value) for name, value in attrs.items()}}
-    return require_trace(trace)
 
 
 def _variable(name: str, value: Any) -> xr.Variable:

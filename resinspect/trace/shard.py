@@ -23,8 +23,6 @@ from resinspect.trace.check import is_text
 CHUNK_TOKENS = 4096
 _CHUNK_BYTES = 2**26
 _ATTRS, _LAYOUT = "trace", "layout"
-# Lone surrogates occur when a tokenizer cuts a character; they are kept as they are.
-_UTF8 = {"encoding": "utf-8", "errors": "surrogatepass"}
 
 
 def write_shard(trace: xr.Dataset, folder: Path) -> None:
@@ -53,7 +51,7 @@ def write_shard(trace: xr.Dataset, folder: Path) -> None:
         if str(name) not in names:
             _write_array(group, str(name), variable)
     for name in layout["token_text"]:
-        pieces = [str(token).encode(**_UTF8) for token in names[name].values]
+        pieces = [str(token).encode("utf-8") for token in names[name].values]
         ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
         data = np.frombuffer(b"".join(pieces), dtype=np.uint8)
         _write_array(group, f"{name}_utf8", xr.Variable((f"{name}_byte",), data))
@@ -141,7 +139,7 @@ class Shards:
         data = self.read(index, f"{name}_utf8").tobytes()
         ends = self.read(index, f"{name}_end").tolist()
         with self.blame(index):
-            return [data[a:b].decode(**_UTF8) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+            return [data[a:b].decode("utf-8") for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
     @contextmanager
     def blame(self, index: int) -> Iterator[None]:
