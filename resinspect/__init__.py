@@ -12,7 +12,7 @@ _WHERE = {
     "capture": "resinspect.hooks",
     "capture_batches": "resinspect.hooks",
     "load": "resinspect.checkpoint",
-    "bundled": "resinspect.checkpoint",
+    "bundled": "resinspect.bundle",
     "build_trace": "resinspect.trace",
     "check_trace": "resinspect.trace",
     "concat": "resinspect.trace",
@@ -26,6 +26,9 @@ _WHERE = {
     "verdict": "resinspect.trace",
     "routing_map": "resinspect.figures",
     "save_figure": "resinspect.figures",
+    "to_matplotlib": "resinspect.figures",
+    "to_plotly": "resinspect.figures",
+    "visible_text": "resinspect.figures",
     "ResinspectError": "resinspect.errors",
 }
 
