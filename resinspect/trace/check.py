@@ -16,8 +16,8 @@ from resinspect.trace.schema import (
     VARIABLES,
 )
 
-# A transposed or mislabelled Gram is off by order one; a matrix product in low precision is not.
-_SYMMETRY = 1e-3
+# A Gram with its axes mixed up is off by order one; one computed in bfloat16 by less than a percent.
+_SYMMETRY = 0.03
 _BLOCK = 4096
 
 
@@ -198,7 +198,8 @@ def _value_checks(block: xr.Dataset, name: str, start: int) -> Iterator[str]:
             )
     if symmetric:
         norm = np.sqrt(np.abs(np.diagonal(values, axis1=1, axis2=2)).astype(np.float64))
-        gap = np.abs(values - np.swapaxes(values, 1, 2))
+        with np.errstate(invalid="ignore"):
+            gap = np.abs(values - np.swapaxes(values, 1, 2))
         for at in np.argwhere(gap > _SYMMETRY * norm[:, :, None] * norm[:, None, :])[:1]:
             where = _where(block, dims, at, start)
             yield f"variable {name!r} is not symmetric at {where}; expected the same value both ways"

@@ -1,6 +1,6 @@
 """Take parts of a trace and join traces."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import xarray as xr
@@ -117,13 +117,13 @@ def require_alike(first: xr.Dataset, other: xr.Dataset, name: str, first_name: s
         raise TraceError(f"{name} cannot be joined to {first_name}: it differs in {'; '.join(found)}")
 
 
-def _attribute_differences(first: xr.Dataset, other: xr.Dataset) -> Iterable[str]:
+def _attribute_differences(first: xr.Dataset, other: xr.Dataset) -> Iterator[str]:
     for name in dict.fromkeys([*first.attrs, *other.attrs]):
         if first.attrs.get(name) != other.attrs.get(name):
             yield f"attribute {name!r} ({other.attrs.get(name)!r} against {first.attrs.get(name)!r})"
 
 
-def _variable_differences(first: xr.Dataset, other: xr.Dataset) -> Iterable[str]:
+def _variable_differences(first: xr.Dataset, other: xr.Dataset) -> Iterator[str]:
     for name in dict.fromkeys([*first.variables, *other.variables]):
         if name not in first.variables or name not in other.variables:
             yield f"{name!r} (only in {'the second' if name in other.variables else 'the first'})"
@@ -138,9 +138,9 @@ def _variable_differences(first: xr.Dataset, other: xr.Dataset) -> Iterable[str]
 def _form(trace: xr.Dataset, name: str) -> str:
     variable = trace.variables[name]
     sizes = ", ".join(f"{dim} {size}" for dim, size in variable.sizes.items() if dim != "token")
-    # Widths of strings and of integers do not matter; those of floats do, as they say how a value was rounded.
-    kind = variable.dtype.name if variable.dtype.kind == "f" else {"U": "text", "O": "text"}.get(variable.dtype.kind)
-    return f"{', '.join(map(str, variable.dims))}; {kind or 'whole'}; {sizes}"
+    # How wide strings are stored does not matter; numbers of another width were rounded differently, or overflow.
+    kind = "text" if variable.dtype.kind in "UOT" else variable.dtype.name
+    return f"{', '.join(map(str, variable.dims))}; {kind}; {sizes}"
 
 
 def _require_known(what: str, wanted: list, known: list) -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from resinspect.errors import TraceError
-from resinspect.trace.manifest import MANIFEST, SHARD_NAME, load_manifest, sync
+from resinspect.trace.manifest import MANIFEST, SHARD_NAME, load_manifest
 
 LOCK = ".lock"
 WRITING, _DELETED = ".writing-", ".deleted-"
@@ -91,11 +91,3 @@ def sweep(path: Path) -> None:
         if SHARD_NAME.fullmatch(entry.name):
             entry = entry.rename(entry.with_name(f"{_DELETED}{entry.name}"))
         shutil.rmtree(entry)
-
-
-def sync_tree(folder: Path) -> None:
-    """Force all files of a folder to disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(root) / name)
-        sync(Path(root))

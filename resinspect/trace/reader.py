@@ -11,6 +11,7 @@ from xarray.backends import BackendArray, BackendEntrypoint
 from xarray.core import indexing
 from zarr.storage import LocalStore, ZipStore
 
+from resinspect.errors import TraceError
 from resinspect.trace.manifest import read_manifest
 from resinspect.trace.shard import Shards
 
@@ -40,7 +41,9 @@ def open_trace(path: str | Path) -> xr.Dataset:
             UserWarning,
             stacklevel=2,
         )
-    store = LocalStore(path, read_only=True) if path.is_dir() else ZipStore(path, mode="r", read_only=True)
+    # Absolute, as values are read later, maybe from another working directory or process.
+    place = path.absolute()
+    store = LocalStore(place, read_only=True) if path.is_dir() else ZipStore(place, mode="r", read_only=True)
     shards = Shards(store, str(path), list(manifest.shards), list(manifest.shards.values()))
     # By way of a backend, as that is xarray's public door to lazy loading.
     return xr.open_dataset(path, engine=_TraceBackend, shards=shards)
@@ -116,8 +119,10 @@ class _JoinedArray(BackendArray):
     def _read_shard(self, index: int, tokens: np.ndarray, rest: list[Any]) -> np.ndarray:
         low = int(tokens.min())
         block = self._shards.read(index, self._name, low, int(tokens.max()) + 1)[tokens - low]
+        if block.dtype != self.dtype or block.shape[1:] != self.shape[1:]:
+            raise TraceError(f"shards {self._shards.names[0]} and {self._shards.names[index]} differ in {self._name!r}")
         for axis, k in enumerate(rest, start=1):
-            block = block[(slice(None),) * axis + (slice(k, k + 1) if isinstance(k, (int, np.integer)) else k,)]
+            block = block[(slice(None),) * axis + (k if isinstance(k, slice) else np.atleast_1d(k),)]
         return block
 
     def _picked(self, axis: int, key: Any) -> int:

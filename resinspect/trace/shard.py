@@ -68,6 +68,8 @@ def _write_array(group: zarr.Group, name: str, variable: xr.Variable) -> None:
         dtype=data.dtype,
         chunks=tuple(max(1, size) for size in (min(rows, data.shape[0]), *data.shape[1:])) if data.ndim else (),
         compressors=ZstdCodec(checksum=True),
+        # One file per chunk instead of a folder per dimension: a shard is many small files as it is.
+        chunk_key_encoding={"name": "default", "separator": "."},
         dimension_names=[str(dim) for dim in variable.dims],
         attributes=dict(variable.attrs),
         # A chunk that equals the fill value would not be written, and could not be told from one that got lost.
@@ -91,6 +93,7 @@ class Shards:
         self.names = names
         self.ends = np.cumsum(tokens)
         self.starts = self.ends - tokens
+        self._groups: dict[int, zarr.Group] = {}
         self._arrays: dict[tuple[int, str], zarr.Array] = {}
 
     def __len__(self) -> int:
@@ -103,8 +106,10 @@ class Shards:
 
     def group(self, index: int) -> zarr.Group:
         """Open one shard."""
-        with self.blame(index):
-            return zarr.open_group(self._store, path=self.names[index], mode="r", zarr_format=3)
+        if index not in self._groups:
+            with self.blame(index):
+                self._groups[index] = zarr.open_group(self._store, path=self.names[index], mode="r", zarr_format=3)
+        return self._groups[index]
 
     def layout(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the attributes of the trace and the layout, both as in the first shard."""
