@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat1
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SHOWN = 3
 """Tensors named in a message before "and n more"."""
+CAUSE = 200
+"""Characters of a library's own message that are passed on."""
 # What transformers, safetensors and torch.load raise on a file or a value that they cannot use.
 _REFUSALS = (
     ArithmeticError,
@@ -133,8 +136,11 @@ def _find(path: str | os.PathLike[str], trust_remote_code: bool) -> _Source:
 
 
 def _load_config(source: _Source) -> PreTrainedConfig:
-    remedy = "check config.json" if source.has_tokenizer is not None else _spelling()
-    with _explained(f"the config.json of {source.where} cannot be used", remedy):
+    if source.has_tokenizer is None:
+        what, remedy = f"{source.where} is no folder here, and the Hub does not give it", _spelling()
+    else:
+        what, remedy = f"the config.json of {source.where} cannot be used", "check config.json"
+    with _explained(what, remedy):
         config = AutoConfig.from_pretrained(source.where, **source.arguments)
         config.validate_architecture()
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not source.arguments["trust_remote_code"]:
@@ -158,7 +164,11 @@ def _load_model(source: _Source, config: PreTrainedConfig, dtype: torch.dtype) -
             **source.arguments,
         )
     shapes = [f"{name} {tuple(stored)} instead of {tuple(ours)}" for name, stored, ours in report["mismatched_keys"]]
-    misfits = {"misses": report["missing_keys"], "has too": report["unexpected_keys"], "has the wrong shape of": shapes}
+    misfits = {
+        "lacks": report["missing_keys"],
+        "also holds": report["unexpected_keys"],
+        "has the wrong shape of": shapes,
+    }
     if found := [f"{verb} {_some(names)}" for verb, names in misfits.items() if names]:
         raise CheckpointError(
             f"{source.weights} of {source.where} does not hold the model of its config.json: it {', it '.join(found)}; "
@@ -203,11 +213,19 @@ def _explained(what: str, remedy: str, refusals: tuple[type[Exception], ...] = _
     try:
         yield
     except refusals as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # Strict configurations put the reason on their second line.
-        cause = lines[1] if isinstance(error, StrictDataclassError) and len(lines) > 1 else next(iter(lines), "")
-        cause = f"{type(error).__name__}: {cause}".removeprefix("StrictDataclassClassValidationError: ").rstrip(".: ")
-        raise CheckpointError(f"{what} ({cause}); {remedy}.") from error
+        raise CheckpointError(f"{what} ({_cause(error)}); {remedy}.") from error
+
+
+def _cause(error: Exception) -> str:
+    """The one sentence of a library's message that says what is wrong."""
+    if isinstance(error, pickle.UnpicklingError):
+        # torch.load answers with advice on how to run the code in the file.
+        return "it holds more than tensors, or is damaged"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, StrictDataclassError) and len(lines) > 1:
+        # The first line names the validator, the second has the error.
+        return lines[1].rstrip(".")
+    return shorten(f"{type(error).__name__}: {' '.join(lines)}".split(". ")[0], CAUSE, placeholder=" ...").rstrip(".: ")
 
 
 @contextmanager
