@@ -9,8 +9,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "capture": "resinspect.hooks",
-    "capture_batches": "resinspect.hooks",
+    "capture": "resinspect.hooks.capture",
+    "capture_batches": "resinspect.hooks.capture",
     "load": "resinspect.checkpoint",
     "bundled": "resinspect.bundle",
     "build_trace": "resinspect.trace",

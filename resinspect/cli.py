@@ -74,7 +74,7 @@ def draw_map(
             raise OptionError(f"{source} is a trace, which has its own text; --text goes with a model.")
         trace = open_trace(source)
     else:
-        from resinspect.hooks import capture as run
+        from resinspect.hooks.capture import capture as run
 
         if text is None:
             raise OptionError(f"{source} is not a trace, so it is taken as a model, which needs --text.")
@@ -172,7 +172,7 @@ def _texts(text: str | None, prompts: Path | None) -> list[str]:
 
 def _capture_to(folder: Path, model: str, texts: list[str], options: dict[str, Any]) -> str:
     """Stream traces to ``folder`` batch by batch; the line that describes the whole."""
-    from resinspect.hooks import capture_batches
+    from resinspect.hooks.capture import capture_batches
     from resinspect.trace import TraceWriter, describe, open_trace
 
     loaded, tokenizer = _load(model)
@@ -222,3 +222,7 @@ def _checkpoint_row(folder: Path) -> list[str]:
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", port)) != 0
+
+
+if __name__ == "__main__":
+    main()

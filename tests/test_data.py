@@ -65,9 +65,7 @@ def test_texts_are_clean(corpus):
         text = document["text"]
         assert text == text.strip() != "", document["id"]
         assert unicodedata.is_normalized("NFC", text), document["id"]
-        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\xa0\xad\ufffd]| {2}| \n|\n |\n{3}", text), document[
-            "id"
-        ]
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\xa0\xad\ufffd]| {2}| \n|\n |\n{3}", text), document["id"]
 
 
 def test_known_texts_survive_whole(corpus):
@@ -101,9 +99,7 @@ def test_manifest_token_counts_are_true(corpus, tokenizer):
 def test_readme_table_is_the_manifest():
     """Catches a README whose table of sizes was not updated, or lacks a row."""
     number = r"([\d,]+)"
-    found = re.findall(
-        rf"^\| (\w+) \| (\w+) \| {number} \| {number} \| {number} \| {number} \|$", README, re.M
-    )
+    found = re.findall(rf"^\| (\w+) \| (\w+) \| {number} \| {number} \| {number} \| {number} \|$", README, re.M)
     table = {(split, source): [int(n.replace(",", "")) for n in numbers] for split, source, *numbers in found}
     keys = ["documents", "characters", "bytes", "tokens"]
     sizes = {
@@ -140,9 +136,7 @@ def test_tokenizer_round_trip(tokenizer, text):
     assert ids == tokenizer.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", " a  b ", "it 's n't , .", "\r\n\t", "e\u0301 ﬁ 🜁", "a<|endoftext|>b"]
-)
+@pytest.mark.parametrize("text", ["", " ", " a  b ", "it 's n't , .", "\r\n\t", "e\u0301 ﬁ 🜁", "a<|endoftext|>b"])
 def test_tokenizer_round_trip_of_awkward_texts(tokenizer, text):
     """Catches the same as above on texts that random search seldom draws."""
     assert tokenizer.decode(tokenizer.encode(text)) == text
