@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 
+@strict
 class ResidualConfig(PreTrainedConfig):
     """A small decoder (RMSNorm, rotary positions, SwiGLU) whose residual is a pluggable connection.
 
@@ -48,7 +50,7 @@ class ResidualConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Refuse a width that the heads cannot share."""
-        if self.hidden_size % (2 * self.num_attention_heads):
+        if self.num_attention_heads < 1 or self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be a multiple of twice num_attention_heads "
                 f"{self.num_attention_heads}, since rotary positions turn pairs of channels."

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from resinspect.anatomy import Anatomy, Site, decoder_anatomy
 from resinspect.models.config import ResidualConfig
 from resinspect.models.connections import CONNECTIONS, build_connection
-from resinspect.models.sublayers import SUBLAYERS, Attention, HookedSite, Readout, rotary_angles
+from resinspect.models.sublayers import SUBLAYERS, HookedSite, Readout, rotary_angles
 from resinspect.program import VECTOR
 
 
@@ -35,6 +35,7 @@ class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
 
     def __init__(self, config: ResidualConfig) -> None:
         super().__init__(config)
+        self.loss_type = "ForCausalLM"
         self.anatomy: Anatomy = decoder_anatomy(config.num_hidden_layers, views=_views(config))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.hook_embed = HookPoint()
@@ -47,8 +48,10 @@ class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
         natives = self.connection.natives
         modules = {s: SUBLAYERS.get(s.kind, Readout)(config, s, natives.get(s.kind, ())) for s in self.anatomy.sites}
         self.layers = nn.ModuleList(nn.ModuleDict() for _ in range(config.num_hidden_layers))
+        gain = getattr(self.connection, "output_init_scale", 1.0) / (2 * config.num_hidden_layers) ** 0.5
         for site in self.anatomy.sites[:-1]:
             self.layers[site.layer][site.kind] = modules[site]
+            modules[site].output.init_gain = gain
         self.final = modules[self.anatomy.sites[-1]]
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.gradient_checkpointing = False
@@ -129,15 +132,11 @@ class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, std=std)
+            init.normal_(module.weight, std=std * getattr(module, "init_gain", 1.0))
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, type(self.connection)) and hasattr(module, "reset_parameters"):
             module.reset_parameters()
-        if isinstance(module, HookedSite) and module.site.kind != "final":
-            output = module.o if isinstance(module, Attention) else module.down
-            gain = getattr(self.connection, "output_init_scale", 1.0) / (2 * self.config.num_hidden_layers) ** 0.5
-            init.normal_(output.weight, std=std * gain)
 
 
 def _views(config: ResidualConfig) -> dict[str, tuple[str, ...]]:

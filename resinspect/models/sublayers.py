@@ -64,6 +64,11 @@ class Attention(HookedSite):
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)
         return self.hook_write(self.o(mixed.transpose(1, 2).flatten(2)))
 
+    @property
+    def output(self) -> nn.Linear:
+        """The projection whose output is written."""
+        return self.o
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
@@ -76,6 +81,11 @@ class MLP(HookedSite):
         self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    @property
+    def output(self) -> nn.Linear:
+        """The projection whose output is written."""
+        return self.down
 
     def forward(self, inputs: tuple[Tensor, ...], *_: object) -> Tensor:
         """Reader input ``(batch, token, d)`` to the write ``(batch, token, d)``."""
