@@ -24,8 +24,7 @@ class Heatmap:
         title: One line.
         label: What the colours mean, with units.
         caption: What must be known to trust the map; lines end in a newline, renderers wrap long ones.
-        limits: Lowest and highest value of the colour scale.
-        diverging: Whether the colours part at zero.
+        limits: Where the colour scale starts and ends: at 0 and above, or at equal distances from 0.
         marks: Per row its verdict; rows that are "off" or "unknown" are marked on their label.
         unknown: ``(row, column)``, True where a value exists but is not known; drawn as a cross.
         notes: ``(row, column)`` of text that is shown beside a value on screen.
@@ -40,7 +39,6 @@ class Heatmap:
     label: str
     caption: str
     limits: tuple[float, float]
-    diverging: bool = False
     marks: tuple[str, ...] = ()
     unknown: np.ndarray | None = None
     notes: np.ndarray | None = None
@@ -53,6 +51,9 @@ class Heatmap:
             array = getattr(self, name)
             if array is not None and array.shape != shape:
                 raise OptionError(f"{name} has shape {array.shape}; the labels need {shape} (rows, columns).")
+        low, high = self.limits
+        if not (0 < high < np.inf and low in (0, -high)):
+            raise OptionError(f"limits are {self.limits}; give (0, a number above 0), or (-x, x) for colours around 0.")
         if self.marks and len(self.marks) != len(self.y):
             raise OptionError(f"there are {len(self.marks)} marks for {len(self.y)} rows; give one for each.")
 
@@ -65,11 +66,9 @@ class Heatmap:
         )
 
     @property
-    def beyond(self) -> str:
-        """Where values lie beyond the colour scale: "neither", "min", "max" or "both"."""
-        known = self.values[~np.isnan(self.values)]
-        low, high = bool(self.diverging and (known < self.limits[0]).any()), bool((known > self.limits[1]).any())
-        return {(False, False): "neither", (True, False): "min", (False, True): "max"}.get((low, high), "both")
+    def diverging(self) -> bool:
+        """Whether the colours part at zero."""
+        return self.limits[0] < 0
 
     @property
     def scale(self) -> str:
@@ -83,24 +82,13 @@ class Heatmap:
         return to_plotly(self)._repr_mimebundle_(include, exclude)
 
 
-def colour_range(lowest: float, highest: float, limit: float | None = None) -> tuple[tuple[float, float], bool]:
-    """Limits of a colour scale, and whether it parts at zero.
+def colour_range(lowest: float, highest: float) -> tuple[float, float]:
+    """Limits of a colour scale that shows these values.
 
     Values from 0 up get a scale that starts at 0; with values below 0 the scale is symmetric, so that its middle is
     0. A value below 0 by less than one of 255 steps of the scale is taken for 0.
-
-    Args:
-        lowest: Smallest value.
-        highest: Largest value.
-        limit: Where the scale ends; None at the value farthest from 0.
-
-    Raises:
-        OptionError: If the limit is not a number above 0.
     """
-    if limit is not None and not 0 < limit < np.inf:
-        raise OptionError(f"limit is {limit}; the colours can end at any number above 0.")
     if not np.isfinite([lowest, highest]).all():
-        return (0.0, limit or 1.0), False
-    reach = float(limit or max(-lowest, highest) or 1.0)
-    diverging = lowest < -max(highest, 0.0) / 255
-    return (-reach if diverging else 0.0, reach), diverging
+        return 0.0, 1.0
+    reach = float(max(-lowest, highest)) or 1.0
+    return (-reach if lowest < -max(highest, 0.0) / 255 else 0.0), reach

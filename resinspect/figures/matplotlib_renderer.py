@@ -34,7 +34,7 @@ def to_matplotlib(description: Heatmap) -> "Figure":
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     mesh = _draw(axes, description)
-    bar = figure.colorbar(mesh, ax=axes, shrink=0.8, aspect=30, pad=0.02, extend=description.beyond)
+    bar = figure.colorbar(mesh, ax=axes, shrink=0.8, aspect=30, pad=0.02, extend=_beyond(description))
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, length=2)
     bar.set_label(visible_text(description.label), fontsize=8, **_LITERAL)
@@ -82,6 +82,15 @@ def _draw(axes: "Axes", description: Heatmap) -> Any:
     axes.set_xlabel(visible_text(description.x_title), fontsize=8, **_LITERAL)
     axes.set_ylabel(visible_text(description.y_title), fontsize=8, **_LITERAL)
     return mesh
+
+
+def _beyond(description: Heatmap) -> str:
+    """At which ends of the colour bar an arrow says that values lie beyond it."""
+    known = description.values[~np.isnan(description.values)]
+    low, high = description.limits
+    below = description.diverging and bool((known < low).any())
+    above = bool((known > high).any())
+    return {(False, False): "neither", (True, False): "min", (False, True): "max"}.get((below, above), "both")
 
 
 def _write(figure: "Figure", description: Heatmap, width: float) -> None:

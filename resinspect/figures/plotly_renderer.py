@@ -14,24 +14,23 @@ if TYPE_CHECKING:
 
 _FONT = 12
 _LINE = 17
-_LETTER = 6.3
+_LETTER = 5.9
 """Pixels of an average letter of the caption and the labels."""
 
 
-def to_plotly(description: Heatmap, *, width: int = 760, caption: bool = True) -> "Figure":
+def to_plotly(description: Heatmap, *, width: int = 760) -> "Figure":
     """Draw a description with plotly, for the screen.
 
     Args:
         description: What to draw.
         width: Pixels; the caption is wrapped to fit.
-        caption: Whether to write the caption under the title; leave it out only where the page shows it beside.
 
     Returns:
         The figure.
     """
     from plotly.graph_objects import Figure
 
-    lines = _wrap(description.caption, width) if caption else []
+    lines = _wrap(description.caption, width)
     figure = Figure([_grid(description), _cells(description), *_crosses(description)])
     figure.update_layout(**_layout(description, lines, width))
     return figure
@@ -126,9 +125,8 @@ def _layout(description: Heatmap, lines: list[str], width: int) -> dict:
         "yref": "container",
         "yanchor": "top",
         "pad": {"l": 10, "t": 12},
+        "subtitle": {"text": "<br>".join(lines), "font": {"size": _FONT}},
     }
-    if lines:
-        title["subtitle"] = {"text": "<br>".join(lines), "font": {"size": _FONT}}
     axis = {"showgrid": False, "zeroline": False, "tickfont": {"size": _FONT - 1}, "ticks": ""}
     return {
         "title": title,

@@ -15,7 +15,11 @@ _CHUNK = 4096
 
 
 def routing_map(
-    trace: xr.Dataset, *, token: int | None = None, value: str = "weight", limit: float | None = None
+    trace: xr.Dataset,
+    *,
+    token: int | None = None,
+    value: str = "weight",
+    limits: tuple[float, float] | None = None,
 ) -> Heatmap:
     """Map readers against sources, averaged over all tokens of a trace or for one of them.
 
@@ -28,21 +32,22 @@ def routing_map(
         trace: A trace.
         token: Index along ``token``; None averages over all tokens.
         value: A variable of the trace with the dims token, reader and source.
-        limit: Where the colours end, for a map with few values that are much larger than the others; cells beyond
-            it have the last colour, and the caption says so. None ends them at the largest value.
+        limits: Where the colours start and end, (0, x) or (-x, x): to compare maps, or where few values are much
+            larger than the others. None fits them to the values. Cells beyond have the last colour, and the caption
+            says so.
 
     Returns:
         The description, for ``save_figure``, ``to_plotly`` or ``to_matplotlib``; a notebook shows it.
 
     Raises:
-        OptionError: If the trace has no such token or variable, or the limit is not a number above 0.
+        OptionError: If the trace has no such token or variable, or the limits are not of that form.
     """
     _require_value(trace, value)
     token = _require_token(trace, token)
     part = trace if token is None else select(trace, tokens=token)
     values, known = _mean(part[value])
-    extremes = _extremes(values if token is None else trace[value])
-    limits, diverging = colour_range(*extremes, limit)
+    if limits is None:
+        limits = colour_range(*_extremes(values if token is None else trace[value]))
     readable = np.arange(trace.sizes["source"]) < trace.coords["reader_prefix"].values[:, None]
     long_name, units = trace[value].attrs.get("long_name", value), trace[value].attrs.get("units", "1")
     return Heatmap(
@@ -51,9 +56,8 @@ def routing_map(
         y=_names(trace, "reader"),
         title=f"{trace.attrs['scheme']} · {long_name}, {_what(trace, token)}",
         label=long_name if units == "1" else f"{long_name} [{units}]",
-        caption="\n".join([*_caption(part, token, readable, known), *_cut(extremes, limits)]),
+        caption="\n".join([*_caption(part, token, readable, known), *_beyond(values, limits)]),
         limits=limits,
-        diverging=diverging,
         marks=tuple(str(word) for word in verdict(part).values),
         unknown=readable & (known == 0),
         notes=_notes(part, token, known),
@@ -122,7 +126,7 @@ def _caption(part: xr.Dataset, token: int | None, readable: np.ndarray, known: n
             f"Mean of the per-token values of {_count(tokens, 'token')} of {_count(np.unique(sample).size, 'prompt')}."
         )
     else:
-        what = f"Token {token}: prompt {sample[0]}, position {position[0]}; colour scale of all tokens of the trace."
+        what = f"Token {token}: prompt {sample[0]}, position {position[0]}."
     lines = [describe(part), f"Model {part.attrs['model']}. {what} Blank: the source does not exist yet."]
     if (lost := readable & (known == 0)).any():
         lines.append(f"Crossed out: not identifiable ({_count(int(lost.sum()), 'cell')}).")
@@ -136,11 +140,12 @@ def _caption(part: xr.Dataset, token: int | None, readable: np.ndarray, known: n
     return lines
 
 
-def _cut(extremes: tuple[float, float], limits: tuple[float, float]) -> list[str]:
-    lowest, highest = extremes
-    if highest <= limits[1] and (lowest >= limits[0] or limits[0] == 0):
+def _beyond(values: np.ndarray, limits: tuple[float, float]) -> list[str]:
+    lowest, highest = _extremes(values)
+    # A scale from 0 shows what is below 0 by less than one of its steps as 0.
+    if highest <= limits[1] and lowest >= (limits[0] or -limits[1] / 255):
         return []
-    return [f"Colours end at {limits[1]:.3g}; values go from {lowest:.3g} to {highest:.3g}."]
+    return [f"Colours from {limits[0]:.3g} to {limits[1]:.3g}; the values go from {lowest:.3g} to {highest:.3g}."]
 
 
 def _notes(part: xr.Dataset, token: int | None, known: np.ndarray) -> np.ndarray:

@@ -1,0 +1,89 @@
+"""What every page needs: choosing a model, capturing a text, and showing text that others wrote."""
+
+import re
+import string
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+import resinspect as ri
+
+OTHER = "Another folder …"
+BADGES = {
+    "exact": ":green-badge[:material/check: exact]",
+    "off": ":red-badge[:material/warning: off]",
+    "unknown": ":orange-badge[:material/help: unknown]",
+}
+FIDELITY_HELP = (
+    "Relative error of rebuilding what each reader really read from the map, over all tokens and readers shown. "
+    "**exact**: no more than rounding. **off**: do not trust the marked readers. **unknown**: it cannot be told."
+)
+
+
+def literal(text: str) -> str:
+    """Any text as Markdown that shows it as it is."""
+    # An invisible joiner keeps ":smile:" from becoming an emoji, which a backslash does not.
+    text = re.sub(r":(?=[\w+-]+:)", ":\u2060", ri.visible_text(text))
+    return "".join(f"\\{c}" if c in string.punctuation else c for c in text)
+
+
+def code(text: str) -> str:
+    """A token as Markdown code that shows it as it is, spaces included."""
+    text = ri.visible_text(text).replace(" ", "␣")
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def choose_checkpoint() -> str | None:
+    """A bundled checkpoint, one given on the command line, or a folder that is typed; None until there is one."""
+    offered = [*dict.fromkeys([*sys.argv[1:], *ri.bundled()])]
+    chosen = st.selectbox("Checkpoint", [*offered, OTHER], help="Bundled with resinspect, or a folder of your own.")
+    if chosen != OTHER:
+        return chosen
+    folder = st.text_input("Folder", placeholder="/path/to/checkpoint", help="A Hugging Face folder on this machine.")
+    return folder.strip() or None
+
+
+def trace_of(checkpoint: str, text: str) -> Any:
+    """The trace of one text, remembered for as long as the files of the checkpoint stay as they are.
+
+    Raises:
+        ri.ResinspectError: If the checkpoint cannot be loaded or the text cannot be run.
+    """
+    return _trace(checkpoint, _stamp(checkpoint), text)
+
+
+@st.cache_resource(show_spinner=False, max_entries=16)
+def _trace(checkpoint: str, stamp: int, text: str) -> Any:
+    model, tokenizer, lock = _model(checkpoint, stamp)
+    with lock, st.spinner("Capturing the routing map …"):
+        return ri.capture(model, text, tokenizer=tokenizer, keep=())
+
+
+@st.cache_resource(show_spinner="Loading the checkpoint …", max_entries=2)
+def _model(checkpoint: str, stamp: int) -> tuple[Any, Any, threading.Lock]:
+    """A model, its tokenizer, and the lock that keeps two sessions from hooking it at once."""
+    return *ri.load(checkpoint), threading.Lock()
+
+
+def _stamp(checkpoint: str) -> int:
+    """When a file of the checkpoint last changed."""
+    folder = ri.bundled().get(checkpoint, Path(checkpoint).expanduser())
+    try:
+        return max((file.stat().st_mtime_ns for file in folder.iterdir()), default=0)
+    except OSError:
+        return 0
+
+
+def show_fidelity(trace: Any) -> None:
+    """Fidelity of a trace in words."""
+    summary = ri.fidelity_summary(trace)
+    figures = f"fidelity worst **{summary['worst']:.1e}**, median **{summary['median']:.1e}**"
+    st.markdown(f"{BADGES[summary['verdict']]} {figures}", help=FIDELITY_HELP)
+    if summary["off"]:
+        names = ", ".join(code(name) for name in summary["off"])
+        st.warning(f"The map does not rebuild what these readers read: {names}.", icon=":material/warning:")
