@@ -1,0 +1,67 @@
+"""The bundled checkpoints on real text: exact maps, solve against replay, and the recipe that made them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import resinspect as ri
+from resinspect.models import CONNECTIONS
+from resinspect.models.corpus import read_documents
+
+DOCUMENTS = 20
+
+
+@pytest.fixture(scope="module")
+def documents(pytestconfig):
+    """Every twelfth validation document: all four kinds of text."""
+    path = pytestconfig.rootpath / "data" / "corpus" / "validation.jsonl.xz"
+    return [document["text"] for document in read_documents(path)][::12][:DOCUMENTS]
+
+
+def test_every_connection_has_a_checkpoint():
+    """A connection that is listed but was never trained."""
+    trained = {json.loads((folder / "config.json").read_text())["connection"] for folder in ri.bundled().values()}
+    assert trained == set(CONNECTIONS)
+
+
+def traced(name, documents, dtype, **options):
+    model, tokenizer = ri.load(name, dtype=dtype)
+    with pytest.warns(UserWarning, match="was cut"):
+        return ri.capture(model, documents, tokenizer=tokenizer, truncate=True, **options)
+
+
+@pytest.mark.parametrize("name", ri.bundled())
+@pytest.mark.parametrize(("dtype", "worst"), [("float32", 1e-5), ("float64", 1e-12)])
+def test_maps_are_exact_on_validation_documents(name, documents, dtype, worst):
+    """A map that closes on random weights but not where trained writes cancel."""
+    assert len(documents) == DOCUMENTS
+    summary = ri.fidelity_summary(traced(name, documents, dtype, keep=()))
+    assert summary["verdict"] == "exact"
+    assert summary["worst"] <= worst
+
+
+@pytest.mark.parametrize("name", ri.bundled())
+def test_solve_and_replay_agree_within_the_error_bound(name, documents):
+    """An error bound that is too small to be one."""
+    replayed = traced(name, documents, "float32", keep=())
+    solved = traced(name, documents, "float32", keep=(), method="solve")
+    known = ~np.isnan(solved["weight"].values)
+    assert known.sum() > 0.5 * (~np.isnan(replayed["weight"].values)).sum()
+    difference = np.abs(solved["weight"].values - replayed["weight"].values)[known]
+    assert (difference <= solved["weight_error"].values[known]).all()
+
+
+@pytest.mark.parametrize("name", ri.bundled())
+def test_training_record_and_size(name):
+    """A checkpoint of another recipe than the one beside it, or one too large to bundle."""
+    folder = ri.bundled()[name]
+    record = json.loads((folder / "training.json").read_text())
+    assert record["recipe"]["tokens"] >= 3_000_000
+    assert record["recipe"]["corpus"] == "train.jsonl.xz"
+    assert record["loss"][-1][1] < record["loss"][0][1] - 2
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 5_000_000
+    model, _ = ri.load(name)
+    routing = [p for n, p in model.named_parameters() if n.startswith("connection.")]
+    assert all(p.dtype == torch.float32 and bool(p.abs().sum()) for p in routing)
