@@ -45,7 +45,8 @@ def choose_checkpoint() -> str | None:
     if chosen != OTHER:
         return chosen
     folder = st.text_input("Folder", placeholder="/path/to/checkpoint", help="A Hugging Face folder on this machine.")
-    return folder.strip() or None
+    # An absolute path, so that a mistyped folder is not looked up on the Hugging Face Hub.
+    return str(Path(folder.strip()).expanduser().absolute()) if folder.strip() else None
 
 
 def trace_of(checkpoint: str, text: str) -> Any:
@@ -77,6 +78,12 @@ def _stamp(checkpoint: str) -> int:
         return max((file.stat().st_mtime_ns for file in folder.iterdir()), default=0)
     except OSError:
         return 0
+
+
+def show_error(error: ri.ResinspectError) -> None:
+    """What went wrong, as one sentence."""
+    message = str(error)
+    st.error(literal(message[:1].upper() + message[1:]), icon=":material/error:")
 
 
 def show_fidelity(trace: Any) -> None:

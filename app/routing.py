@@ -1,14 +1,11 @@
 """The routing map of one text: averaged over its tokens, and of each token."""
 
 import streamlit as st
-from common import choose_checkpoint, code, literal, show_fidelity, trace_of
+from common import choose_checkpoint, code, show_error, show_fidelity, trace_of
 
 import resinspect as ri
 
-SENTENCE = (
-    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
-    "twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it."
-)
+SENTENCE = "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do."
 SIDE_BY_SIDE = 24  # sources of a map that fits half a page
 STRIP = 80  # tokens in the strip at a time
 
@@ -28,7 +25,7 @@ input is not in the map. That takes an intervention to find out.
 
 
 def page() -> None:
-    title, words = st.columns([5, 1], vertical_alignment="bottom")
+    title, words = st.columns([3, 1], vertical_alignment="bottom")
     title.header("Routing map", anchor=False)
     with words.popover("How to read it", icon=":material/help:", width="stretch"):
         st.markdown(WORDS)
@@ -51,7 +48,7 @@ def show(checkpoint: str, text: str) -> None:
     try:
         trace = trace_of(checkpoint, text)
     except ri.ResinspectError as error:
-        st.error(literal(str(error)), icon=":material/error:")
+        show_error(error)
         return
     maps(trace, f"{checkpoint}\n{text}")
 
@@ -62,7 +59,8 @@ def maps(trace: object, what: str) -> None:
     token, limits = choose(trace, what)
     average, single = places(trace)
     with average:
-        st.markdown(f"**Mean over {trace.sizes['token']} tokens**")
+        count = trace.sizes["token"]
+        st.markdown(f"**Mean over {count} token{'s' if count > 1 else ''}**")
         show_fidelity(trace)
         draw(ri.routing_map(trace, limits=limits), "map_mean")
     with single:
@@ -83,9 +81,10 @@ def places(trace: object) -> tuple[object, object]:
 def choose(trace: object, what: str) -> tuple[int, tuple[float, float]]:
     """A token, by slider, by buttons or in the text itself, which move together; and the colour scale of both maps."""
     state, last = st.session_state, trace.sizes["token"] - 1
-    if state.get("what") != what:
+    # Streamlit forgets the token while a message stands in place of its slider.
+    if state.get("what") != what or "token" not in state:
         state.what, state.token = what, 0
-    back, on, slider, colours = st.columns([2, 2, 9, 2], vertical_alignment="bottom")
+    back, on, slider, colours = st.columns([2, 2, 8, 2.4], vertical_alignment="bottom")
     with colours:
         limits = choose_limits(trace)
     if last > 0:
@@ -103,16 +102,17 @@ def move(step: int, last: int) -> None:
 def strip(trace: object, last: int) -> None:
     """The tokens around the chosen one, to click on."""
     first = st.session_state.token // STRIP * STRIP
+    end = min(first + STRIP, last + 1)
     texts = trace["text"].values
     st.session_state.strip = st.session_state.token
     st.pills(
-        "Tokens",
-        range(first, min(first + STRIP, last + 1)),
+        f"Tokens {first} to {end - 1} of {last + 1}",
+        range(first, end),
         # The number tells apart tokens of the same text.
         format_func=lambda index: f":gray[{index}] {code(str(texts[index]))}",
         key="strip",
         on_change=pick,
-        label_visibility="collapsed",
+        label_visibility="visible" if last >= STRIP else "collapsed",
     )
 
 

@@ -11,7 +11,7 @@ from resinspect.figures.colours import DIVERGING, SEQUENTIAL
 _MARKED = ("off", "unknown")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Heatmap:
     """A matrix with named rows and columns.
 
@@ -74,6 +74,9 @@ class Heatmap:
     def scale(self) -> str:
         """Name of the colour scale in ``resinspect.figures.colours.SCALES``."""
         return DIVERGING if self.diverging else SEQUENTIAL
+
+    def __repr__(self) -> str:
+        return f"<Heatmap {self.title!r}, {len(self.y)} × {len(self.x)}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         """Show the plotly figure in a notebook."""

@@ -7,14 +7,11 @@ import numpy as np
 
 from resinspect.figures.colours import GRID, SCALES, UNKNOWN
 from resinspect.figures.description import Heatmap
-from resinspect.figures.labels import visible_text
+from resinspect.figures.fonts import drawable_text, families
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_LITERAL = {"parse_math": False, "usetex": False}
-"""Matplotlib reads ``$...$`` as a formula unless told not to."""
 
 
 def to_matplotlib(description: Heatmap) -> "Figure":
@@ -37,7 +34,7 @@ def to_matplotlib(description: Heatmap) -> "Figure":
     bar = figure.colorbar(mesh, ax=axes, shrink=0.8, aspect=30, pad=0.02, extend=_beyond(description))
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, length=2)
-    bar.set_label(visible_text(description.label), fontsize=8, **_LITERAL)
+    bar.set_label(drawable_text(description.label), fontsize=8, **_literal())
     _write(figure, description, size[0])
     return figure
 
@@ -75,12 +72,14 @@ def _draw(axes: "Axes", description: Heatmap) -> Any:
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_aspect("equal")
-    axes.set_xticks(range(columns), [visible_text(name) for name in description.x], rotation=90, fontsize=7, **_LITERAL)
-    axes.set_yticks(range(rows), [visible_text(name) for name in description.rows], fontsize=7, **_LITERAL)
+    axes.set_xticks(
+        range(columns), [drawable_text(name) for name in description.x], rotation=90, fontsize=7, **_literal()
+    )
+    axes.set_yticks(range(rows), [drawable_text(name) for name in description.rows], fontsize=7, **_literal())
     axes.tick_params(length=0, pad=2)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel(visible_text(description.x_title), fontsize=8, **_LITERAL)
-    axes.set_ylabel(visible_text(description.y_title), fontsize=8, **_LITERAL)
+    axes.set_xlabel(drawable_text(description.x_title), fontsize=8, **_literal())
+    axes.set_ylabel(drawable_text(description.y_title), fontsize=8, **_literal())
     return mesh
 
 
@@ -94,7 +93,7 @@ def _beyond(description: Heatmap) -> str:
 
 
 def _write(figure: "Figure", description: Heatmap, width: float) -> None:
-    left = {"x": 0.05 / width, "ha": "left", **_LITERAL}
+    left = {"x": 0.05 / width, "ha": "left", **_literal()}
     figure.suptitle("\n".join(_fold(description.title, width, 10)), fontsize=10, **left)
     figure.supxlabel("\n".join(_caption(description, width)), fontsize=7, color="#404040", **left)
 
@@ -103,6 +102,11 @@ def _caption(description: Heatmap, width: float) -> list[str]:
     return [part for line in description.caption.split("\n") for part in _fold(line, width, 7)]
 
 
+def _literal() -> dict[str, Any]:
+    """Properties of every text: matplotlib reads ``$...$`` as a formula unless told not to."""
+    return {"parse_math": False, "usetex": False, "family": families()}
+
+
 def _fold(text: str, width: float, size: float) -> list[str]:
     """Lines of at most ``width`` inches at a font size in points, of which an average letter takes 0.54."""
-    return wrap(visible_text(text), max(20, int(width * 72 / (0.54 * size))))
+    return wrap(drawable_text(text), max(20, int(width * 72 / (0.54 * size))))

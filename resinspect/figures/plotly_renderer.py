@@ -117,7 +117,7 @@ def _layout(description: Heatmap, lines: list[str], width: int) -> dict:
     bottom = 34 + int(_LETTER * max(map(len, description.x), default=0))
     title = {
         "text": plotly_text(description.title),
-        "font": {"size": 16},
+        "font": {"size": 14},
         "x": 0,
         "xref": "container",
         "xanchor": "left",

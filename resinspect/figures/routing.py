@@ -127,7 +127,7 @@ def _caption(part: xr.Dataset, token: int | None, readable: np.ndarray, known: n
         )
     else:
         what = f"Token {token}: prompt {sample[0]}, position {position[0]}."
-    lines = [describe(part), f"Model {part.attrs['model']}. {what} Blank: the source does not exist yet."]
+    lines = [describe(part), f"Model {part.attrs['model']}. {what} Blank: source not written yet."]
     if (lost := readable & (known == 0)).any():
         lines.append(f"Crossed out: not identifiable ({_count(int(lost.sum()), 'cell')}).")
     partly = readable & (known > 0) & (known < tokens)
