@@ -209,6 +209,13 @@ def test_marks_shapes_and_notebooks(monkeypatch):
     assert repr(heatmap()) == "<Heatmap 't <b>bold</b> $x$', 9 × 9>"
 
 
+def test_plotly_gets_no_markup():
+    """A label that plotly reads as a tag, or that a notebook, which loads MathJax, typesets as a formula."""
+    text = ri.to_plotly(heatmap(notes=np.full((9, 9), "$z$"))).to_json()
+    assert "$" not in text
+    assert "<b>" not in text
+
+
 def test_every_figure_is_in_the_table():
     """A figure that the surfaces cannot find."""
     assert FIGURES["routing_map"] is ri.routing_map
