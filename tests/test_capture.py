@@ -39,6 +39,9 @@ def small(kind):
         "gpt2": lambda: GPT2LMHeadModel(
             GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=97, bos_token_id=0, eos_token_id=0)
         ),
+        "narrow": lambda: LlamaForCausalLM(
+            LlamaConfig(**SMALL | {"hidden_size": 8, "num_hidden_layers": 6, "num_attention_heads": 2})
+        ),
         "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, num_key_value_heads=2, residual_multiplier=0.2)),
         "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SMALL, num_key_value_heads=2)),
     }
@@ -276,6 +279,18 @@ def test_naming_sublayers_wrongly_is_explained(options, words):
     """A map of the wrong modules, or an IndexError."""
     with pytest.raises(CaptureError, match=words):
         ri.capture(Parallel(), [[1, 2]], **options)
+
+
+def test_more_sources_than_channels_is_said():
+    """A perfect fit of anything, sold as a map."""
+    model = small("narrow")
+    with pytest.warns(UserWarning, match=r"readers from '4\.attn' on have more sources than the model has channels"):
+        trace = ri.capture(model, prompts_for(model), method="solve")
+    verdicts = ri.verdict(trace).to_series()
+    assert (verdicts[:"3.mlp"] == "exact").all()
+    assert (verdicts["4.attn":] == "unknown").all()
+    assert np.isnan(trace["weight"].sel(reader="final").values).all()
+    assert ri.fidelity_summary(trace)["verdict"] == "unknown"
 
 
 def test_a_missing_sublayer_is_found():

@@ -146,12 +146,18 @@ def test_solve_leaves_a_zero_source_open():
     assert solution.weight_error[0, 0, 2] == torch.inf
 
 
-def test_solve_identifies_nothing_with_more_sources_than_channels():
-    """Least squares always fits then, and would look perfect."""
+@pytest.mark.parametrize("sources", [9, 70])
+def test_solve_identifies_nothing_with_more_sources_than_channels(sources):
+    """Least squares always fits then, and would look perfect; or noise divided by noise, over and over, overflows."""
     torch.manual_seed(0)
-    writes = torch.randn(3, 9, 6, dtype=torch.float64)
-    solution = solve(writes, writes.sum(1, keepdim=True), [9], eps=EPS)
-    assert not solution.identifiable.any()
+    writes = torch.randn(3, sources, 6, dtype=torch.float64)
+    inputs = torch.stack([writes[:, :4].sum(1), writes.sum(1)], 1)
+    solution = solve(writes, inputs, [4, sources], eps=EPS)
+    assert not solution.identifiable[:, 1].any()
+    assert solution.weight[:, 1].isfinite().all()
+    torch.testing.assert_close(solution.weight[:, 1:] @ writes, inputs[:, 1:], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(solution.weight[:, 0, :4], torch.ones(3, 4, dtype=torch.float64))
+    assert solution.identifiable[:, 0, :4].all()
 
 
 def test_solve_does_not_trust_a_system_that_does_not_close():

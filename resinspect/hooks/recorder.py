@@ -153,6 +153,9 @@ class Recorder:
         weight, error = weight.to(self._weight.dtype), error.to(self._weight.dtype)
         fit = weight.nan_to_num()
         self._measure(self._writes, self._group, fit, fit.abs(), first=0)
+        # With more sources than channels any input can be fitted, so the fit says nothing.
+        vacuous = torch.tensor([p > self._writes.shape[-1] for p in prefix], device=weight.device)
+        self._measured["fidelity"][0][:, vacuous] = torch.nan
         return {"weight": weight.masked_fill(~identifiable, torch.nan), "weight_error": error}
 
     def _allocate(self, value: Tensor) -> None:

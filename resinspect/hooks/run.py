@@ -160,6 +160,13 @@ def _stack_natives(layout: Layout, recorder: Recorder) -> dict[str, tuple[tuple[
 def _refuse_wild(trace: xr.Dataset) -> xr.Dataset:
     """Mark what is off, refuse what is wild."""
     summary = fidelity_summary(trace)
+    unknown = trace["reader"].values[trace["fidelity"].isnull().all("token").values].tolist()
+    if unknown:
+        warnings.warn(
+            f"readers from {unknown[0]!r} on have more sources than the model has channels, so nothing about their "
+            "weights can be solved; only a known scheme (replay) can map them.",
+            stacklevel=2,
+        )
     if summary["verdict"] != "off":
         return trace
     median = trace["fidelity"].median("token")

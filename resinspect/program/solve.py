@@ -75,6 +75,8 @@ def _cholesky(gram: Tensor) -> Tensor:
     factor = torch.zeros_like(gram)
     for j in range(size):
         column = gram[:, j:, j] - (factor[:, j:, :j] @ factor[:, j, :j, None]).squeeze(-1)
+        # What is left of a dependent source is noise: it gets a pivot, but must not enter later sources.
+        column *= column[:, :1] > floor
         column[:, 0].clamp_(min=floor)
         factor[:, j:, j] = column / column[:, :1].sqrt()
     return factor
