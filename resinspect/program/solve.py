@@ -15,6 +15,10 @@ IDENTIFIABLE = 1e-4
 """A solved weight counts as identified while its error bound is below this."""
 
 
+TRADED = 1e-10
+"""A source takes part in a dependence if it carries more than this share of the dependent source's length."""
+
+
 class Solution(NamedTuple):
     """Weights of every reader over its prefix of sources, each ``(token, reader, source)`` in float64.
 
@@ -33,8 +37,8 @@ class Solution(NamedTuple):
 def solve(writes: Tensor, inputs: Tensor, prefix: Sequence[int], *, eps: float) -> Solution:
     """Least-squares W of ``inputs[t, r] = sum_s W[t, r, s] writes[t, s]`` with ``W`` zero beyond each prefix.
 
-    A source whose norm is zero, or that lies in the span of earlier ones up to rounding, does not stop the solve: its
-    pivot is floored, and every weight which that dependence leaves undetermined gets an error bound that says so.
+    A source whose norm is zero, or that lies in the span of earlier ones up to rounding, does not stop the solve, and
+    every weight which that dependence leaves undetermined gets an infinite error bound.
 
     Args:
         writes: ``(token, source, d)``, in execution order.
@@ -50,47 +54,62 @@ def solve(writes: Tensor, inputs: Tensor, prefix: Sequence[int], *, eps: float) 
     cross = writes @ inputs.mT
     norm = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = torch.where(norm > 0, norm, 1.0).reciprocal()
-    inverse = torch.linalg.solve_triangular(
-        _cholesky(gram * scale[:, :, None] * scale[:, None, :]),
-        torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device),
-        upper=False,
-    )
-    inverse = inverse * scale[:, None, :]
+    factor, dependent = _cholesky(gram * scale[:, :, None] * scale[:, None, :])
+    unit = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    inverse = torch.linalg.solve_triangular(factor, unit, upper=False)
     reach = torch.as_tensor(prefix, device=gram.device)[:, None] > torch.arange(gram.shape[-1], device=gram.device)
-    projected = (inverse @ cross).mT * reach
-    weight = projected @ inverse
-    residual = (inputs - weight @ writes).norm(dim=-1)
-    size = torch.maximum(inputs.norm(dim=-1), (weight.abs() * norm[:, None, :]).sum(-1))
-    noise = torch.maximum(eps * size, residual)
-    bound = _error_bound(noise, size, norm, reach.to(gram.dtype) @ inverse.square())
-    bound = bound.masked_fill((norm == 0)[:, None, :], torch.inf)
+    hidden = _hidden(inverse, factor, dependent, reach, width=writes.shape[-1])
+    inverse_gram = reach.to(gram.dtype) @ inverse.square()
+    weight = ((inverse @ (cross * scale[:, :, None])).mT * reach) @ inverse * scale[:, None, :]
+    size = torch.maximum(inputs.norm(dim=-1), (weight.abs() * norm[:, None, :]).sum(-1)).cummax(-1).values
+    noise = torch.maximum(eps * size * reach.sum(-1).sqrt(), (inputs - weight @ writes).norm(dim=-1))
+    bound = (_error_bound(noise, size, inverse_gram) * scale[:, None, :]).masked_fill(hidden, torch.inf)
     nan = torch.where(reach, 0.0, torch.nan)
     return Solution(weight + nan, bound + nan, (bound < IDENTIFIABLE) & reach)
 
 
-def _cholesky(gram: Tensor) -> Tensor:
-    """Lower factor of a unit-diagonal Gram matrix ``(token, S, S)``, pivots floored at rounding level."""
+def _cholesky(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower factor of a unit-diagonal Gram matrix ``(token, S, S)``, and which sources depend on earlier ones.
+
+    What is left of a dependent source (or of one that is zero) is noise: it gets a pivot at rounding level, but does
+    not enter later sources.
+    """
     size = gram.shape[-1]
     floor = size * torch.finfo(gram.dtype).eps
     factor = torch.zeros_like(gram)
+    dependent = torch.zeros(gram.shape[:2], dtype=torch.bool, device=gram.device)
     for j in range(size):
         column = gram[:, j:, j] - (factor[:, j:, :j] @ factor[:, j, :j, None]).squeeze(-1)
-        # What is left of a dependent source is noise: it gets a pivot, but must not enter later sources.
-        column *= column[:, :1] > floor
+        dependent[:, j] = column[:, 0] <= floor
+        column = column.masked_fill(dependent[:, j, None], 0.0)
         column[:, 0].clamp_(min=floor)
         factor[:, j:, j] = column / column[:, :1].sqrt()
-    return factor
+    return factor, dependent
 
 
-def _error_bound(noise: Tensor, size: Tensor, norm: Tensor, inverse_gram: Tensor) -> Tensor:
-    """Error of each weight from noise in the input, plus that of the normal equations (their conditioning is squared).
+def _hidden(inverse: Tensor, factor: Tensor, dependent: Tensor, reach: Tensor, *, width: int) -> Tensor:
+    """Weights that nothing determines, ``(token, reader, source)``.
+
+    Row j of the inverse factor, times its pivot, is a dependent source j minus its combination of earlier ones: every
+    source in it can trade weight with the others. With more sources than channels that holds for all.
+    """
+    combination = inverse * factor.diagonal(dim1=-2, dim2=-1)[..., None]
+    traded = dependent[..., None] & (combination.abs() > TRADED)
+    hidden = reach.to(inverse.dtype) @ traded.to(inverse.dtype) > 0
+    return hidden | (reach.sum(-1, keepdim=True) > width)
+
+
+def _error_bound(noise: Tensor, size: Tensor, inverse_gram: Tensor) -> Tensor:
+    """Error of each contribution's size, from noise in the input and from the normal equations.
+
+    The conditioning of the normal equations is squared, and their rounding in the worst direction reaches all weights.
 
     Args:
-        noise: ``(token, reader)``: rounding of the input as the model formed it, relative to the largest partial sum
-            its contributions can add up to, or what the fit leaves over if that is more.
-        size: ``(token, reader)``: that largest partial sum.
-        norm: ``(token, source)``: of the writes.
-        inverse_gram: ``(token, reader, source)``: diagonal of the inverse Gram matrix of each reader's prefix.
+        noise: ``(token, reader)``: rounding of the input as the model formed it, relative to the largest sum it had to
+            hold so far, or what the fit leaves over if that is more.
+        size: ``(token, reader)``: that largest sum.
+        inverse_gram: ``(token, reader, source)``: diagonal of the inverse of each prefix's unit-diagonal Gram matrix.
     """
-    rounding = norm.shape[-1] * torch.finfo(inverse_gram.dtype).eps * norm[:, None, :] * inverse_gram
-    return noise[:, :, None] * inverse_gram.sqrt() + size[:, :, None] * rounding
+    rounding = inverse_gram.shape[-1] * torch.finfo(inverse_gram.dtype).eps * size[:, :, None]
+    worst = inverse_gram.amax(-1, keepdim=True).sqrt()
+    return inverse_gram.sqrt() * (noise[:, :, None] + rounding * worst)
