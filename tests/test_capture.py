@@ -284,7 +284,7 @@ def test_naming_sublayers_wrongly_is_explained(options, words):
 def test_more_sources_than_channels_is_said():
     """A perfect fit of anything, sold as a map."""
     model = small("narrow")
-    with pytest.warns(UserWarning, match=r"readers from '4\.attn' on have more sources than the model has channels"):
+    with pytest.warns(UserWarning, match=r"readers from '4\.attn' on have more sources than the model's 8 channels"):
         trace = ri.capture(model, prompts_for(model), method="solve")
     verdicts = ri.verdict(trace).to_series()
     assert (verdicts[:"3.mlp"] == "exact").all()
@@ -317,6 +317,22 @@ def test_a_module_called_twice_is_refused():
         ri.capture(Shared(), [[1, 2]], sublayers=[("h.0.mix", "h.0.norm")], final="out")
 
 
+def test_prompts_come_in_many_forms():
+    """A form that every tokenizer returns, refused or misread."""
+    model = build(CASES[0], "random")
+    ids = [3, 5, 8]
+    expected = ri.capture(model, [ids])["token_id"].values.tolist()
+    tensor = torch.tensor(ids)
+    forms = [ids, tuple(ids), [tuple(ids)], tensor, tensor[None], [tensor], np.array(ids), [np.array(ids)]]
+    forms += [[np.int64(i) for i in ids], [[np.int32(i) for i in ids]], (row for row in [ids])]
+    forms += [{"input_ids": ids}, {"input_ids": [ids], "attention_mask": None}, {"input_ids": tensor[None].numpy()}]
+    forms += [{"input_ids": [ids], "attention_mask": [[1, 1, 1]]}, {"input_ids": ids, "attention_mask": [1, 1, 1]}]
+    for form in forms:
+        assert ri.capture(model, form)["token_id"].values.tolist() == expected
+    ragged = ri.capture(model, {"input_ids": [ids, [4]], "attention_mask": [[1, 1, 1], [1]]})
+    assert ragged["token_id"].values.tolist() == [*ids, 4]
+
+
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
@@ -326,11 +342,22 @@ def test_a_module_called_twice_is_refused():
         ([[1, 97]], r"outside 0\.\.96"),
         ([[-1]], "outside"),
         ([list(range(65))], "65 tokens but the model's context is 64"),
-        ([[1.5]], "prompt 0 is a list"),
-        ([None], "NoneType"),
+        ([[1.5]], r"prompt 0 holds 1\.5, which is no token id"),
+        ([[True]], "prompt 0 holds True"),
+        ([None], "prompt 0 is a NoneType"),
+        ([b"ab"], "prompt 0 is a bytes"),
+        (b"ab", "prompts are a bytes"),
+        (5, "prompts are a int"),
         ({"attention_mask": torch.ones(1, 2)}, "needs input_ids"),
-        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 0, 1]])}, "holes"),
+        ({"input_ids": []}, "no prompts"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 0, 1]])}, "prompt 0 has holes"),
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.zeros(1, 3)}, "prompt 0 is empty"),
+        ({"input_ids": torch.ones(1, 2).long(), "attention_mask": torch.tensor([[0, -1e9]])}, "other than 0 and 1"),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2)},
+            "3 ids but an attention_mask of 2",
+        ),
+        ({"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(1, 3)}, "2 rows of input_ids but 1"),
     ],
 )
 def test_bad_prompts_get_one_sentence(prompts, words):

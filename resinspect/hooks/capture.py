@@ -11,6 +11,7 @@ from resinspect.errors import OptionError
 from resinspect.families import Layout, Sublayers, find_layout, name_layout
 from resinspect.hooks.prompts import Prompts, batches, encode_prompts
 from resinspect.hooks.run import Run
+from resinspect.hooks.taps import unwrapped
 from resinspect.trace import concat
 
 KEEP = ("gram", "cross", "natives", "hidden", "logits")
@@ -85,6 +86,7 @@ def capture_batches(
         raise OptionError(f"keep has {', '.join(sorted(unknown))}; allowed are {', '.join(KEEP)}.")
     if batch_size < 1:
         raise OptionError(f"batch_size is {batch_size}; it must be at least 1.")
+    model = unwrapped(model)
     layout = name_layout(model, sublayers, _final(final)) if sublayers is not None else find_layout(model)
     run = Run(model, layout, _method(method, layout), tokenizer, kept)
     encoded = encode_prompts(prompts, tokenizer, max_length=run.context, vocab_size=run.vocab_size, truncate=truncate)

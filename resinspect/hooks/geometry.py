@@ -35,15 +35,15 @@ def measure_readers(writes: Tensor, inputs: Tensor, weight: Tensor, magnitude: T
     parts = []
     for part in chunks(writes):
         v, h, w = _real(writes[part]), _real(inputs[part]), weight[part]
-        norm = torch.linalg.vector_norm(h, dim=-1)
-        contribution = (magnitude[part] @ torch.linalg.vector_norm(v, dim=-1)[..., None]).squeeze(-1)
-        error = torch.linalg.vector_norm(torch.baddbmm(h, w.to(h.dtype), v, beta=-1), dim=-1)
+        norm = _norm(h)
+        contribution = (magnitude[part].double() @ _norm(v)[..., None]).squeeze(-1)
+        error = _norm(torch.baddbmm(h, w.to(h.dtype), v, beta=-1))
         parts.append(
             {
                 "cross": h @ v.mT,
                 "fidelity": _relative(error, norm),
                 "kappa": _relative(contribution, norm),
-                "reader_norm": norm,
+                "reader_norm": norm.to(h.dtype),
                 "reader_max": h.abs().amax(-1),
                 "reader_mean": h.mean(-1),
             }
@@ -57,7 +57,7 @@ def measure_writes(writes: Tensor, *, gram: bool) -> dict[str, Tensor]:
     for part in chunks(writes):
         v = _real(writes[part])
         measured = {
-            "source_norm": torch.linalg.vector_norm(v, dim=-1),
+            "source_norm": _norm(v).to(v.dtype),
             "source_max": v.abs().amax(-1),
         }
         parts.append(measured | ({"gram": v @ v.mT} if gram else {}))
@@ -73,9 +73,18 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def _norm(values: Tensor) -> Tensor:
+    """L2 norms in float64, where squares neither overflow nor vanish."""
+    return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float64)
+
+
 def _relative(value: Tensor, norm: Tensor) -> Tensor:
-    """``value / norm``; 0 / 0 is 0: an input of exactly zero that is reconstructed as zero has no error."""
-    return torch.where((value == 0) & (norm == 0), 0.0, value / norm)
+    """``value / norm``, infinite where either is not finite.
+
+    0 / 0 is 0: an input of exactly zero that is reconstructed as zero has no error.
+    """
+    ratio = torch.where((value == 0) & (norm == 0), 0.0, value / norm)
+    return ratio.masked_fill(~(value.isfinite() & norm.isfinite()), torch.inf)
 
 
 def _real(values: Tensor) -> Tensor:

@@ -1,17 +1,19 @@
 """Prompts as a user gives them, turned into batches of token ids."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from resinspect.errors import PromptError
 
-Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | Mapping[str, Tensor]
+Prompts = str | Iterable[str] | Iterable[int] | Iterable[Sequence[int]] | np.ndarray | Tensor | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def batches(encoded: Sequence[list[int]], size: int, *, pad: bool, device: torch
         stop = start + 1
         while stop < min(start + size, len(encoded)) and (pad or len(encoded[stop]) == len(encoded[start])):
             stop += 1
+        if stop - start == max(map(len, encoded[start:stop])) > 1:
+            stop -= 1  # a square batch could not be told from its transpose
         rows = encoded[start:stop]
         width = max(map(len, rows))
         ids = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device=device)
@@ -107,25 +111,47 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -
 
 
 def _split(prompts: Prompts) -> list[Any]:
+    """One item per prompt: a text, or ids."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
-        if "input_ids" not in prompts:
-            raise PromptError(f"a batch needs input_ids; it has {', '.join(map(str, prompts)) or 'nothing'}.")
-        ids = torch.as_tensor(prompts["input_ids"])
-        mask = torch.as_tensor(prompts.get("attention_mask", torch.ones_like(ids))).bool()
-        if ids.ndim != 2 or ids.shape != mask.shape:
-            raise PromptError(
-                f"a batch needs input_ids (batch, token) and an attention_mask of the same shape; "
-                f"they are {tuple(ids.shape)} and {tuple(mask.shape)}."
-            )
-        if (mask.long().diff(dim=-1) != 0).sum(-1).max() > 1:
-            raise PromptError("the attention_mask has holes inside a prompt; pad on the left or the right only.")
-        return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
-    if isinstance(prompts, Tensor):
-        return prompts.tolist() if prompts.ndim == 2 else [prompts.tolist()]
-    items = list(prompts)
-    return [items] if items and all(isinstance(item, int) for item in items) else items
+        return _rows(prompts)
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise PromptError(f"prompts are a {type(prompts).__name__}; give a text, texts, or lists of token ids.")
+    items = _plain(prompts)
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items
+
+
+def _rows(batch: Mapping[str, Any]) -> list[list[int]]:
+    """The real tokens of each row of ``input_ids``, padded on either side or ragged."""
+    if "input_ids" not in batch:
+        raise PromptError(f"a batch needs input_ids; it has {', '.join(map(str, batch)) or 'nothing'}.")
+    rows = _plain(batch["input_ids"])
+    if rows and all(isinstance(item, Integral) for item in rows):
+        rows = [rows]
+    masks = batch.get("attention_mask")
+    masks = [[1] * len(row) for row in rows] if masks is None else _plain(masks)
+    masks = [masks] if len(rows) == 1 and masks and all(isinstance(item, int | float) for item in masks) else masks
+    return [_unpadded(i, _plain(row), _plain(mask)) for i, (row, mask) in enumerate(_aligned(rows, masks))]
+
+
+def _aligned(rows: list[Any], masks: list[Any]) -> list[tuple[Any, Any]]:
+    if len(rows) != len(masks):
+        raise PromptError(f"a batch has {len(rows)} rows of input_ids but {len(masks)} of attention_mask.")
+    return list(zip(rows, masks, strict=True))
+
+
+def _unpadded(index: int, row: list[int], mask: list[Any]) -> list[int]:
+    if len(row) != len(mask):
+        raise PromptError(f"prompt {index} has {len(row)} ids but an attention_mask of {len(mask)}.")
+    if not {*mask} <= {0, 1}:
+        raise PromptError(
+            f"the attention_mask of prompt {index} has values other than 0 and 1; give 1 for real tokens."
+        )
+    kept = [i for i, real in enumerate(mask) if real]
+    if kept and kept[-1] - kept[0] + 1 != len(kept):
+        raise PromptError(f"the attention_mask of prompt {index} has holes; pad on the left or the right only.")
+    return [row[i] for i in kept]
 
 
 def _ids(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
@@ -133,8 +159,14 @@ def _ids(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> 
         if tokenizer is None:
             raise PromptError(f"prompt {index} is text but there is no tokenizer; pass tokenizer= or token ids.")
         return list(tokenizer(prompt, verbose=False)["input_ids"])
-    if isinstance(prompt, Tensor):
-        prompt = prompt.tolist()
-    if isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-        return list(prompt)
-    raise PromptError(f"prompt {index} is a {type(prompt).__name__}; give a text or a list of token ids.")
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise PromptError(f"prompt {index} is a {type(prompt).__name__}; give a text or a list of token ids.")
+    ids = _plain(prompt)
+    if wrong := [item for item in ids if isinstance(item, bool) or not isinstance(item, Integral)]:
+        raise PromptError(f"prompt {index} holds {wrong[0]!r}, which is no token id; give a text or a list of ids.")
+    return [int(item) for item in ids]
+
+
+def _plain(values: Any) -> list[Any]:
+    """Tensors and arrays as lists; anything else item by item."""
+    return values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)

@@ -11,6 +11,8 @@ from resinspect.hooks.geometry import chunks, measure_readers, measure_writes
 from resinspect.hooks.prompts import Batch
 from resinspect.program import COEFFICIENT, Native, Unroll, one_hot, solve
 
+WILD = 0.05
+"""A map that misses more than this share of a reader's input by more than rounding is wrong, not inexact."""
 READERS_AT_ONCE = 6
 """Reader inputs held back to be measured together: more is faster, fewer keeps memory near that of the writes."""
 
@@ -41,6 +43,11 @@ class Recorder:
     def dtype(self) -> torch.dtype:
         """Dtype in which the model formed its residual."""
         return self._writes.dtype
+
+    @property
+    def width(self) -> int:
+        """Channels of the residual."""
+        return self._writes.shape[-1]
 
     def receive(self, event: Event, value: Tensor) -> None:
         """Take one event; ``value`` is ``(batch, token, ...)`` and is copied."""
@@ -118,7 +125,7 @@ class Recorder:
                 rows[:, index, :prefix] = row[..., :prefix]
 
     def _native(self, site: int, absolute: bool) -> Native:
-        native = self.natives.get(site, {})
+        native = {name: value.to(self._weight.dtype) for name, value in self.natives.get(site, {}).items()}
         return {name: value.abs() for name, value in native.items()} if absolute else native
 
     def _flush(self) -> None:
@@ -153,9 +160,10 @@ class Recorder:
         weight, error = weight.to(self._weight.dtype), error.to(self._weight.dtype)
         fit = weight.nan_to_num()
         self._measure(self._writes, self._group, fit, fit.abs(), first=0)
-        # With more sources than channels any input can be fitted, so the fit says nothing.
-        vacuous = torch.tensor([p > self._writes.shape[-1] for p in prefix], device=weight.device)
-        self._measured["fidelity"][0][:, vacuous] = torch.nan
+        # A fit that closes with weights that nothing determines says nothing about the map.
+        fidelity = self._measured["fidelity"][0]
+        vacuous = torch.tensor([p > self.width for p in prefix], device=weight.device)
+        fidelity[~identifiable.any(-1) & (vacuous | (fidelity < WILD))] = torch.nan
         return {"weight": weight.masked_fill(~identifiable, torch.nan), "weight_error": error}
 
     def _allocate(self, value: Tensor) -> None:

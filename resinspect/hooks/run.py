@@ -15,20 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from resinspect.errors import CaptureError
-from resinspect.families import Layout
+from resinspect.families import Event, Layout
 from resinspect.hooks.geometry import next_token_loss
 from resinspect.hooks.prompts import Batch, token_texts
-from resinspect.hooks.recorder import Recorder
+from resinspect.hooks.recorder import WILD, Recorder
 from resinspect.hooks.taps import attached, evaluating
 from resinspect.trace import build_trace, fidelity_summary
-
-TOLERANCE = {"replay": 4.0, "solve": 16.0}
-"""A reader is exact while its error stays below this many units of rounding (see ``resinspect.trace.verdict``).
-
-The solve adds the rounding of its own normal equations, which shows where the model itself runs in float64.
-"""
-WILD = 0.05
-"""A map that misses this share of the median reader input by more than rounding is refused, not marked."""
 
 
 @dataclass
@@ -53,15 +45,20 @@ class Run:
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
         self.config = getattr(self.model, "config", None)
         self.context = getattr(self.config, "max_position_embeddings", None)
-        self.vocab_size = getattr(self.config, "vocab_size", None)
+        self.vocab_size = getattr(self.config, "vocab_size", None) or _embedded_ids(self.model)
         self.fingerprint = fingerprint(self.model)
 
     def trace(self, batch: Batch) -> xr.Dataset:
         """Run the forward pass of one batch and build its trace."""
         recorder = Recorder(self.layout, batch, self.method, self.keep)
-        with evaluating(self.model), attached(self.layout.taps, recorder.receive):
+
+        def receive(event: Event, value: Tensor) -> None:
+            with _full_precision(value.device):
+                recorder.receive(event, value)
+
+        with evaluating(self.model), attached(self.layout.taps, receive):
             output = self.model(batch.ids, **self._arguments(batch))
-        with torch.no_grad():
+        with torch.no_grad(), _full_precision(batch.ids.device):
             variables: dict[str, Any] = recorder.finish()
             variables |= self._predictions(batch, _logits(output))
         arrays = {name: _numpy(value) for name, value in variables.items()}
@@ -77,6 +74,7 @@ class Run:
             coords={"site": [s.name for s in anatomy.sites]} if natives else None,
             attrs=self._attributes(recorder),
         )
+        self._warn_vacuous(recorder)
         return _refuse_wild(trace)
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
@@ -85,8 +83,17 @@ class Run:
             arguments |= {"attention_mask": batch.mask.long(), "position_ids": batch.positions}
         return {name: value for name, value in arguments.items() if name in self.accepts}
 
+    def _warn_vacuous(self, recorder: Recorder) -> None:
+        vacuous = [r.name for r in self.layout.anatomy.readers if r.prefix > recorder.width]
+        if vacuous and self.method == "solve":
+            warnings.warn(
+                f"readers from {vacuous[0]!r} on have more sources than the model's {recorder.width} channels, so "
+                "nothing about their weights can be solved; only a known scheme (replay) can map them.",
+                stacklevel=2,
+            )
+
     def _predictions(self, batch: Batch, logits: Tensor | None) -> dict[str, Tensor]:
-        if logits is None or logits.shape[:2] != batch.ids.shape:
+        if logits is None or logits.shape != (*batch.ids.shape, self.vocab_size):
             return {}
         last = ~torch.cat([batch.mask[:, 1:], torch.zeros_like(batch.mask[:, :1])], dim=1)
         packed = batch.real(logits)
@@ -116,8 +123,29 @@ class Run:
             "source_definition": self.layout.source_definition,
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
             "hash": self.fingerprint,
-            "tolerance": TOLERANCE[self.method],
+            "tolerance": _tolerance(self.method, recorder.dtype),
         }
+
+
+def _tolerance(method: str, dtype: torch.dtype) -> float:
+    """Units of rounding below which an error counts as rounding (see ``resinspect.trace.verdict``).
+
+    Measured maps stay below 1 (float32, float64) and 0.3 (half precision). Solving a float64 model adds the rounding
+    of the normal equations, which are no more precise than the model.
+    """
+    if dtype in (torch.bfloat16, torch.float16):
+        return 1.0
+    return 16.0 if method == "solve" and dtype == torch.float64 else 4.0
+
+
+def _full_precision(device: torch.device) -> Any:
+    """Whatever autocast the model runs under, its record is not rounded by it."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def _embedded_ids(model: nn.Module) -> int | None:
+    """Number of ids of the first embedding, for modules without a configuration."""
+    return next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -160,17 +188,15 @@ def _stack_natives(layout: Layout, recorder: Recorder) -> dict[str, tuple[tuple[
 def _refuse_wild(trace: xr.Dataset) -> xr.Dataset:
     """Mark what is off, refuse what is wild."""
     summary = fidelity_summary(trace)
-    unknown = trace["reader"].values[trace["fidelity"].isnull().all("token").values].tolist()
-    if unknown:
-        warnings.warn(
-            f"readers from {unknown[0]!r} on have more sources than the model has channels, so nothing about their "
-            "weights can be solved; only a known scheme (replay) can map them.",
-            stacklevel=2,
-        )
     if summary["verdict"] != "off":
         return trace
     median = trace["fidelity"].median("token")
     wild = [name for name in summary["off"] if not float(median.sel(reader=name)) <= WILD]
+    if wild and not np.isfinite(float(median.sel(reader=wild[0]))):
+        raise CaptureError(
+            f"reader {wild[0]!r} gets values that are not finite (NaN or inf) at most tokens, so there is nothing to "
+            "map; check the weights, or run the model in a wider dtype."
+        )
     if wild:
         raise CaptureError(
             f"the map is wrong from reader {wild[0]!r} on: the writes miss {float(median.sel(reader=wild[0])):.0%} of "

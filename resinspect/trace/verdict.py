@@ -7,6 +7,8 @@ import xarray as xr
 
 from resinspect.trace.schema import EPS
 
+CEILING = 0.02
+"""An error of more than 2 % is never called exact, whatever rounding could explain."""
 _NAMES_SHOWN = 3
 
 
@@ -31,7 +33,7 @@ def verdict(trace: xr.Dataset) -> xr.DataArray:
 
     A reader is "exact" if at every token
 
-        fidelity <= c * eps * kappa * sqrt(S)
+        fidelity <= min(c * eps * kappa * sqrt(S), 2 %)
 
     with c the attribute `tolerance`, eps the spacing of the model's compute dtype, kappa the conditioning and S
     the number of sources the reader can read. Tokens whose fidelity is NaN (nothing identifiable there) are left
@@ -49,7 +51,7 @@ def verdict(trace: xr.Dataset) -> xr.DataArray:
     fidelity, kappa = trace["fidelity"].values.astype(np.float64), trace["kappa"].values.astype(np.float64)
     bound = trace.attrs["tolerance"] * EPS[trace.attrs["dtype"]] * kappa * np.sqrt(terms)
     known = ~np.isnan(fidelity)
-    good = np.isfinite(fidelity) & np.isfinite(bound) & (fidelity <= bound)
+    good = np.isfinite(fidelity) & np.isfinite(bound) & (fidelity <= np.minimum(bound, CEILING))
     words = np.where((known & ~good).any(axis=0), "off", np.where(known.any(axis=0), "exact", "unknown"))
     return xr.DataArray(
         words.astype("<U7"),
