@@ -52,7 +52,7 @@ def capture(
     texts = _texts(text, prompts)
     kept = [name for name in keep.split(",") if name]
     options = {"method": method, "batch_size": batch_size, "keep": kept, "truncate": truncate}
-    out.print(_capture_to(trace, model, texts, options), highlight=False)
+    out.print(_capture_to(trace, model, texts, options), highlight=False, markup=False, soft_wrap=True)
 
 
 @cli.command("map")
@@ -82,7 +82,7 @@ def draw_map(
         with _notes():
             trace = run(loaded, [text], tokenizer=tokenizer, method=method, truncate=truncate)
     save_figure(routing_map(trace, token=token), figure)
-    out.print(f"{describe(trace)}\nwrote {figure}", highlight=False)
+    out.print(f"{describe(trace)}\nwrote {figure}", highlight=False, markup=False, soft_wrap=True)
 
 
 @cli.command()
@@ -119,7 +119,7 @@ def train(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    out.print(f"wrote {run(read_recipe(config), folder)}", highlight=False)
+    out.print(f"wrote {run(read_recipe(config), folder)}", highlight=False, markup=False, soft_wrap=True)
 
 
 @cli.command()
@@ -158,7 +158,7 @@ def _texts(text: str | None, prompts: Path | None) -> list[str]:
     if text is not None:
         return [text]
     try:
-        lines = prompts.read_text(encoding="utf-8-sig").splitlines()
+        lines = prompts.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise PromptError(f"{prompts} is not UTF-8 (byte {error.start}); save it as UTF-8.") from error
     except OSError as error:
@@ -193,7 +193,7 @@ def _load(model: str) -> tuple[Any, Any]:
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=err, transient=True)
+    return Progress(*columns, console=err, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from transformers import (
 
 import resinspect as ri
 from resinspect.errors import CaptureError, OptionError, PromptError
+from resinspect.hooks.geometry import measure_readers
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97}
@@ -79,6 +80,106 @@ def test_half_precision_is_judged_by_its_own_rounding():
     trace = ri.capture(model, prompts_for(model))
     assert trace.attrs["dtype"] == "bfloat16"
     assert ri.fidelity_summary(trace)["verdict"] == "exact"
+
+
+def test_a_wrong_half_precision_map_is_not_exact():
+    """A bound so wide that 5 % of every write may be missing."""
+    model = small("granite")
+    for layer in model.model.layers:
+        layer.residual_multiplier = 0.95
+    with pytest.raises(CaptureError, match="map is wrong"):
+        ri.capture(model.to(torch.bfloat16), prompts_for(model))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("method", ["replay", "solve"])
+def test_values_that_are_not_finite_are_never_exact(value, method):
+    """NaN compares false, so a broken token would pass every check."""
+    model = small("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[4] = value
+    with pytest.warns(UserWarning, match="off at 7 readers"):
+        trace = ri.capture(model, [[3, 5, 6], [4]], method=method)
+    assert (ri.verdict(trace) == "off").all()
+    assert ri.fidelity_summary(ri.select(trace, samples=[0]))["verdict"] == "exact"
+    with pytest.raises(CaptureError, match=r"'0\.attn' gets values that are not finite"):
+        ri.capture(model, [[4]], method=method)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_tiny_and_huge_activations_are_judged_alike(scale):
+    """Norms whose squares vanish or overflow in float32: a wrong map exact, a right one off."""
+    torch.manual_seed(0)
+    writes = torch.randn(5, 3, 16)
+    weight = torch.ones(5, 1, 3)
+    for inputs in (writes.sum(1, keepdim=True), 0.9 * writes.sum(1, keepdim=True)):
+        expected = measure_readers(writes, inputs, weight, weight)
+        scaled = measure_readers(writes * scale, inputs * scale, weight, weight)
+        for name in ("fidelity", "kappa"):
+            torch.testing.assert_close(scaled[name], expected[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(scaled["reader_norm"], expected["reader_norm"] * scale)
+
+
+def test_autocast_does_not_round_the_record():
+    """The capture's own products in bfloat16: wrong by 1e-3 and labelled float32."""
+    model = small("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trace = ri.capture(model, prompts_for(model), keep=("gram", "hidden"))
+    writes = trace["source_hidden"].values.astype(np.float64)
+    size = np.linalg.norm(writes, axis=-1)
+    error = np.abs(writes @ writes.swapaxes(1, 2) - trace["gram"].values) / (size[:, :, None] * size[:, None, :])
+    assert error.max() < 1e-5
+
+
+def test_wrapped_and_compiled_models_are_unwrapped():
+    """A model refused, or run through a compiler that skips hooks."""
+    model = small("llama")
+    expected = ri.capture(model, [[1, 2, 3]])["cross"].values
+    for wrapped in (torch.compile(model), nn.DataParallel(model)):
+        np.testing.assert_array_equal(ri.capture(wrapped, [[1, 2, 3]])["cross"].values, expected)
+
+
+class Keywords(nn.Module):
+    """A norm that is called with keywords only, the residual second."""
+
+    def __init__(self, clear):
+        super().__init__()
+        torch.manual_seed(0)
+        self.clear = clear
+        self.wte, self.mix = nn.Embedding(50, 16), nn.Linear(16, 16)
+        self.norm, self.out = Named(), nn.LayerNorm(16)
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        mask = ids > 0 if self.clear else 0.5 * x
+        return self.out(x + self.mix(self.norm(mask=mask, hidden=x)))
+
+
+class Named(nn.Module):
+    def forward(self, *, mask, hidden):
+        return torch.tanh(hidden)
+
+
+def test_keyword_inputs_are_found_or_refused():
+    """The first keyword taken for the residual: a mask, or half of it."""
+    options = {"sublayers": [("mix", "norm")], "final": "out"}
+    trace = ri.capture(Keywords(clear=True), [[1, 2]], **options)
+    np.testing.assert_allclose(trace["weight"].sel(reader="final").values, 1, rtol=1e-4)
+    with pytest.raises(CaptureError, match=r"'norm' gets only keyword arguments \(mask, hidden\)"):
+        ri.capture(Keywords(clear=False), [[1, 2]], **options)
+
+
+def test_no_loss_is_invented_without_a_head():
+    """Hidden states read as logits."""
+    trace = ri.capture(Parallel(), [[1, 2, 30]], sublayers=[("h.*.mix", "h.*.norm")], final="out")
+    assert "loss" not in trace
+
+
+def test_explicit_layers_keep_their_order():
+    """Two stacks of layers shuffled into each other by their numbers."""
+    pairs = [("h.0.mix", "h.0.norm"), ("h.1.mix", "h.1.norm"), ("h.2.mix", "h.2.norm")]
+    trace = ri.capture(Parallel(), [[1, 2]], sublayers=pairs, final="out")
+    assert trace["reader"].values.tolist() == ["h.0.mix", "h.1.mix", "h.2.mix", "final"]
 
 
 def test_scaled_residual_is_refused_not_drawn():
@@ -271,6 +372,9 @@ def test_any_module_is_solved_from_named_sublayers():
         ({"sublayers": [("h.*.mix", "h.*.norm")], "final": "ln_f"}, "final names 'ln_f'"),
         ({"sublayers": [("h.0.mix", "h.*.norm")], "final": "out"}, "must match the same layers"),
         ({"sublayers": [], "final": "out"}, "sublayers is empty"),
+        ({"sublayers": "h.*.mix", "final": "out"}, "holds 'h.*.mix'; name pairs"),
+        ({"sublayers": ["h.*.mix"], "final": "out"}, "holds 'h.*.mix'; name pairs"),
+        ({"sublayers": [("a", "b", "c")], "final": "out"}, r"holds \('a', 'b', 'c'\); name pairs"),
         ({"sublayers": [("h.*.norm", "h.*.mix")], "final": "out"}, "ran out of order"),
         ({}, "no known family"),
     ],

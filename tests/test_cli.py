@@ -74,6 +74,8 @@ def test_models_lists_connections_and_checkpoints(run):
 
 REFUSALS = {
     "missing folder": (["capture", "./nowhere", "--text", "a", "--out", "OUT"], "nowhere"),
+    "mistyped name": (["capture", "atnres", "--text", "a", "--out", "OUT"], "did you mean attnres"),
+    "empty name": (["capture", "", "--text", "a", "--out", "OUT"], "the model has no name"),
     "no prompt": (["capture", "MODEL", "--out", "OUT"], "exactly one of --text and --prompts"),
     "both prompts": (["capture", "MODEL", "--text", "a", "--prompts", "FILE", "--out", "OUT"], "exactly one"),
     "empty prompt": (["capture", "MODEL", "--text", "", "--out", "OUT"], "prompt 0 is empty"),
@@ -124,6 +126,19 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(run, tiny_checkpoint, tmp_p
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) == 1, err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_summary_is_one_line_even_when_piped(tiny_checkpoint, tmp_path):
+    """A line folded at 80 columns, or blank lines of a progress bar, in the way of a script."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes("one\u2028still one\x0cand still\r\ntwo\r\n".encode())
+    command = [sys.executable, "-m", "resinspect.cli", "capture", str(tiny_checkpoint), "--prompts", str(prompts)]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([*command, "--out", str(tmp_path / "t")], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    trace = ri.open_trace(tmp_path / "t")
+    assert done.stdout == ri.describe(trace) + "\n"
+    assert trace["sample"].values.max() == 1
 
 
 def test_truncation_is_noted_once(run, tiny_checkpoint, tmp_path):

@@ -17,6 +17,7 @@ from resinspect.families import find_layout
 from resinspect.hooks.capture import capture
 from resinspect.program import COEFFICIENT, TERM, Connection, Unroll, one_hot, terms
 from resinspect.trace import fidelity_summary
+from resinspect.trace.verdict import CEILING
 
 DTYPES = {torch.float32: 1e-5, torch.float64: 1e-12}
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -40,6 +41,18 @@ def test_reader_input_is_w_times_writes(case, weights, dtype):
     rebuilt = weight @ trace["source_hidden"].values.astype(np.float64)
     error = np.linalg.norm(rebuilt - read, axis=-1) / np.linalg.norm(read, axis=-1)
     assert error.max() <= DTYPES[dtype]
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_closes_within_its_rounding(case, dtype):
+    """Natives in half precision against coefficients in float32: a crash, or a map rounded twice."""
+    trace = captured(build(case, "random", dtype))
+    assert trace["weight"].dtype == np.float32
+    summary = fidelity_summary(trace)
+    # Streams of random size that cancel may leave rounding of more than 2 %: unknown, but not off.
+    assert summary["verdict"] == ("exact" if summary["worst"] < CEILING else "unknown")
+    assert summary["median"] < 2 * torch.finfo(dtype).eps
 
 
 @every_case

@@ -104,6 +104,22 @@ def test_activation_checkpointing_does_not_change_gradients(case):
     assert len(expected) == sum(1 for _ in model.parameters()), "a parameter without gradient has no effect"
 
 
+def test_arguments_are_honoured_or_refused():
+    """A cache under its old name ignored in silence, which gives wrong logits; a tuple asked for and not given."""
+    model = build(CASES[1], "random")
+    ids = torch.tensor([prompts_for(model, (6,))[0]])
+    with torch.no_grad():
+        first = model(ids[:, :2], use_cache=True)
+    with pytest.warns(FutureWarning, match="past_key_values"):
+        rest = logits(model, ids[:, 2:], past_key_values=first.cache)
+    torch.testing.assert_close(rest, logits(model, ids)[:, 2:], rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert isinstance(model(ids, return_dict=False), tuple)
+    for wrong in ({"output_hidden_states": True}, {"nonsense": 3}):
+        with pytest.raises(TypeError, match=f"does not take {next(iter(wrong))}"):
+            model(ids, **wrong)
+
+
 def test_hyper_connections_start_with_larger_output_projections():
     """The paper's initialisation: output projections times the square root of the number of streams."""
     plain, wide = (

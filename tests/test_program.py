@@ -136,6 +136,46 @@ def test_solve_names_what_a_dependence_hides():
     torch.testing.assert_close(fitted, writes[1].sum(0), rtol=1e-6, atol=1e-6)
 
 
+def test_solve_sees_through_writes_that_cancel():
+    """A massive write that a later one undoes: weight 0 for both fits as well, and looks precise."""
+    torch.manual_seed(0)
+    massive, other = torch.zeros(8), torch.randn(8)
+    massive[0], other[0] = 2.0**20, 0
+    writes = torch.stack([other, massive, -massive])[None]
+    solution = solve(writes, writes.sum(1, keepdim=True), [3], eps=torch.finfo(torch.float32).eps)
+    assert solution.identifiable.tolist() == [[[True, False, False]]]
+    assert abs(float(solution.weight[0, 0, 0]) - 1) <= float(solution.weight_error[0, 0, 0])
+
+
+DISTORTIONS = {
+    "none": lambda v, noise: v,
+    "scales": lambda v, noise: v * 10.0 ** torch.randint(-3, 4, (*v.shape[:2], 1), generator=noise),
+    "nearly equal": lambda v, noise: torch.cat([v[:, :-1], v[:, :1] + 1e-4 * v[:, -1:]], 1),
+    "cancelling": lambda v, noise: torch.cat([1e5 * v[:, :1], v[:, 1:-1], -1e5 * v[:, :1]], 1),
+    "massive channel": lambda v, noise: v * torch.where(torch.arange(v.shape[-1]) == 0, 1e4, 1.0),
+    "a sum of two": lambda v, noise: torch.cat([v[:, :-1], v[:, :2].sum(1, keepdim=True)], 1),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sources=st.integers(2, 16),
+    width=st.integers(4, 60),
+    distortion=st.sampled_from(list(DISTORTIONS)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 2**16),
+)
+def test_identified_weights_are_within_their_bound(sources, width, distortion, dtype, seed):
+    """A bound that is too small on ill-conditioned writes, as a model's own rounding forms the inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    writes = DISTORTIONS[distortion](torch.randn(3, sources, width, generator=generator), generator).to(dtype)
+    weight = torch.randn(3, sources, generator=generator).to(dtype)
+    inputs = (weight[..., None] * writes).cumsum(1)
+    solution = solve(writes, inputs, range(1, sources + 1), eps=torch.finfo(dtype).eps)
+    error = (solution.weight - weight[:, None].double()).abs()
+    assert (error <= solution.weight_error)[solution.identifiable].all()
+
+
 def test_solve_leaves_a_zero_source_open():
     """0/0 in the scaling, which would make a whole token NaN."""
     torch.manual_seed(0)

@@ -73,6 +73,7 @@ def test_stored_model_loads_as_float32_with_exact_routing(recipe, tmp_path):
         if name in stored:
             torch.testing.assert_close(value, stored[name].float(), rtol=0, atol=0)
     assert tokenizer("text")["input_ids"]
+    assert loaded.config.use_cache, "the Trainer turns the cache off; a stored model must have it"
     with pytest.raises(OptionError, match="already holds a model"):
         train(read_recipe(recipe), folder)
 

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -116,9 +118,13 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _find(path: str | os.PathLike[str], trust_remote_code: bool) -> _Source:
     arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     folder, known = Path(path).expanduser(), bundled()
+    if not str(path).strip():
+        raise CheckpointError(f"the model has no name; {_spelling()}.")
     if not folder.exists():
         if path in known:
             folder = known[path]
+        elif "/" not in str(path) and (near := get_close_matches(str(path), known)):
+            raise CheckpointError(f"there is no folder or bundled checkpoint {path}; did you mean {near[0]}?")
         elif isinstance(path, str) and HUB_ID.fullmatch(path) and not ("/" in path and folder.parent.is_dir()):
             return _Source(path, path, "its weights", None, arguments)
         else:
@@ -232,11 +238,14 @@ def _cause(error: Exception) -> str:
 def _quiet() -> Iterator[None]:
     """No progress bars or notes of transformers on stderr meanwhile: every misfit is refused here with its name."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub = hub_logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
+    hub_logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub)
         if bars:
             logging.enable_progress_bar()

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from torch import nn
 
@@ -49,20 +50,38 @@ def name_layout(model: nn.Module, sublayers: Sublayers, final: str) -> Layout:
 
 
 def _expand(model: nn.Module, sublayers: Sublayers) -> Iterator[tuple[int, str, str]]:
-    """``(layer, write path, read path)`` in execution order: layers first, then sublayers as listed."""
-    if not sublayers:
-        raise CaptureError('sublayers is empty; name at least one pair such as ("h.*.attn", "h.*.ln_1").')
-    found = []
-    for order, (write, read) in enumerate(sublayers):
-        writes, reads = _matches(model, write), _matches(model, read)
-        if writes.keys() != reads.keys():
-            raise CaptureError(
-                f"{write!r} matches layers {sorted(writes)} but {read!r} matches {sorted(reads)}; "
-                "the two patterns of a pair must match the same layers."
-            )
-        found += [(numbers, order, writes[numbers], reads[numbers]) for numbers in writes]
-    for numbers, _, write, read in sorted(found):
-        yield (numbers[0] if numbers else -1), write, read
+    """``(layer, write path, read path)`` in execution order.
+
+    Consecutive patterns with the same text before their first ``*`` are the sublayers of one stack of layers: its
+    layers come first, then the sublayers as listed.
+    """
+    for _, stack in groupby(_pairs(sublayers), key=lambda pair: pair[0].partition("*")[0] if "*" in pair[0] else pair):
+        found = []
+        for order, (write, read) in enumerate(stack):
+            writes, reads = _matches(model, write), _matches(model, read)
+            if writes.keys() != reads.keys():
+                raise CaptureError(
+                    f"{write!r} matches layers {_layers(writes)} but {read!r} matches {_layers(reads)}; "
+                    "the two patterns of a pair must match the same layers."
+                )
+            found += [(numbers, order, writes[numbers], reads[numbers]) for numbers in writes]
+        for numbers, _, write, read in sorted(found):
+            yield (numbers[0] if numbers else -1), write, read
+
+
+def _pairs(sublayers: Sublayers) -> list[tuple[str, str]]:
+    form = 'name pairs of module paths such as [("h.*.attn", "h.*.ln_1"), ("h.*.mlp", "h.*.ln_2")].'
+    pairs = [sublayers] if isinstance(sublayers, str) else list(sublayers)
+    if not pairs:
+        raise CaptureError(f"sublayers is empty; {form}")
+    for pair in pairs:
+        if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(path, str) for path in pair):
+            raise CaptureError(f"sublayers holds {pair!r}; {form}")
+    return [(write, read) for write, read in pairs]
+
+
+def _layers(found: dict[tuple[int, ...], str]) -> str:
+    return ", ".join(".".join(map(str, numbers)) or "(no *)" for numbers in sorted(found))
 
 
 def _matches(model: nn.Module, pattern: str) -> dict[tuple[int, ...], str]:

@@ -11,12 +11,16 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 
 from resinspect.anatomy import Anatomy, Site, decoder_anatomy
 from resinspect.models.config import ResidualConfig
 from resinspect.models.connections import CONNECTIONS, build_connection
 from resinspect.models.sublayers import SUBLAYERS, HookedSite, Readout, rotary_angles
 from resinspect.program import VECTOR
+
+_LOSS_ARGUMENTS = ("num_items_in_batch",)
 
 
 class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
@@ -74,6 +78,8 @@ class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
         """The head (needed for tying)."""
         return self.lm_head
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -87,7 +93,13 @@ class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits ``(batch, token, vocab)`` for ids ``(batch, token)``; arguments as in transformers."""
+        """Logits ``(batch, token, vocab)`` for ids ``(batch, token)``; arguments as in transformers.
+
+        Raises:
+            TypeError: If an argument is not one of these, such as ``output_hidden_states``: use ``run_with_cache``.
+        """
+        if unknown := [name for name, value in kwargs.items() if value and name not in _LOSS_ARGUMENTS]:
+            raise TypeError(f"ResidualLM does not take {', '.join(unknown)}; hidden states come from run_with_cache.")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         embedding = self.hook_embed(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)

@@ -101,9 +101,10 @@ def train(recipe: Recipe, out: Path) -> Path:
 def store(model: ResidualLM, out: Path) -> None:
     """Save a model with its weights in bfloat16 and its routing parameters in float32.
 
-    The stored configuration asks for float32, so that loading gives a float32 model.
+    The stored configuration asks for float32, so that loading gives a float32 model, and for the key-value cache, which
+    the Trainer turns off.
     """
-    model.config.dtype = torch.float32
+    model.config.dtype, model.config.use_cache = torch.float32, True
     weights = {
         name: value if name.startswith("connection.") else value.to(torch.bfloat16)
         for name, value in model.state_dict().items()

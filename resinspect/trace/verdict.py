@@ -8,7 +8,7 @@ import xarray as xr
 from resinspect.trace.schema import EPS
 
 CEILING = 0.02
-"""An error of more than 2 % is never called exact, whatever rounding could explain."""
+"""An error of more than this is never called exact, whatever rounding could explain."""
 _NAMES_SHOWN = 3
 
 
@@ -31,14 +31,17 @@ class FidelitySummary(TypedDict):
 def verdict(trace: xr.Dataset) -> xr.DataArray:
     """Judge each reader: does the map reconstruct what it read, up to rounding?
 
-    A reader is "exact" if at every token
+    Rounding explains a token's fidelity if it is at most
 
-        fidelity <= min(c * eps * kappa * sqrt(S), 2 %)
+        c * eps * kappa * sqrt(S)
 
     with c the attribute `tolerance`, eps the spacing of the model's compute dtype, kappa the conditioning and S
-    the number of sources the reader can read. Tokens whose fidelity is NaN (nothing identifiable there) are left
-    out; a reader where all are NaN is "unknown". An infinite fidelity, or a finite one beside an unknown or
-    infinite kappa, is "off".
+    the number of sources the reader can read. A reader is
+
+    - "off" if rounding does not explain some token, or its fidelity or kappa is not finite;
+    - "unknown" if rounding explains all, but some error is above 2 %, where it could hide a wrong map (half precision,
+      or writes that cancel almost completely), or if the fidelity of all tokens is NaN: nothing is identifiable there;
+    - "exact" otherwise. Single tokens whose fidelity is NaN are left out.
 
     Args:
         trace: a trace.
@@ -51,8 +54,10 @@ def verdict(trace: xr.Dataset) -> xr.DataArray:
     fidelity, kappa = trace["fidelity"].values.astype(np.float64), trace["kappa"].values.astype(np.float64)
     bound = trace.attrs["tolerance"] * EPS[trace.attrs["dtype"]] * kappa * np.sqrt(terms)
     known = ~np.isnan(fidelity)
-    good = np.isfinite(fidelity) & np.isfinite(bound) & (fidelity <= np.minimum(bound, CEILING))
-    words = np.where((known & ~good).any(axis=0), "off", np.where(known.any(axis=0), "exact", "unknown"))
+    explained = np.isfinite(fidelity) & np.isfinite(bound) & (fidelity <= bound)
+    off = (known & ~explained).any(axis=0)
+    unknown = (known & (fidelity > CEILING)).any(axis=0) | ~known.any(axis=0)
+    words = np.select([off, unknown], ["off", "unknown"], "exact")
     return xr.DataArray(
         words.astype("<U7"),
         {"reader": trace.coords["reader"]},
