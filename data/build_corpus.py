@@ -123,9 +123,7 @@ def factbook_value(text: str) -> str:
 
 def factbook_field(field: str, value: dict[str, Any]) -> str:
     """One line for one field: its own text, then each named part."""
-    texts = {
-        name: factbook_value((v if name == "text" else v.get("text")) or "") for name, v in value.items()
-    }
+    texts = {name: factbook_value((v if name == "text" else v.get("text")) or "") for name, v in value.items()}
     parts = [text if name == "text" else f"{name}: {text}" for name, text in texts.items() if text]
     return f"{field}: {'; '.join(parts)}" if parts else ""
 

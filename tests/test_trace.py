@@ -178,6 +178,9 @@ def test_verdict_follows_the_compute_dtype():
     # Catches eps taken from the dtype of the stored array instead of the model's.
     assert rt.fidelity_summary(judged([1e-3]))["verdict"] == "off"
     assert rt.fidelity_summary(judged([1e-3], dtype="bfloat16"))["verdict"] == "exact"
+    wide = {"dtype": "bfloat16", "kappa": 30.0}
+    words = [rt.fidelity_summary(judged([value], **wide))["verdict"] for value in (0.02, 0.021, 0.93, 0.94)]
+    assert words == ["exact", "unknown", "unknown", "off"], "2 * 2^-7 * 30 * 2 = 0.9375"
     numpy_eps = {name: np.finfo(name).eps for name in ("float64", "float32", "float16")}
     assert {name: rt.EPS[name] for name in numpy_eps} == numpy_eps
 

@@ -1,5 +1,6 @@
 """Training a reference model from a recipe with the Hugging Face Trainer, resumable."""
 
+import hashlib
 import json
 import shutil
 import tomllib
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -93,7 +95,7 @@ def train(recipe: Recipe, out: Path) -> Path:
     trainer.train(resume_from_checkpoint=_last_checkpoint(out / "unfinished"))
     store(model, out)
     tokenizer.save_pretrained(out)
-    (out / "training.json").write_text(json.dumps(_record(recipe, trainer), indent=1) + "\n")
+    (out / "training.json").write_text(json.dumps(_record(recipe, trainer)) + "\n")
     shutil.rmtree(out / "unfinished")
     return out
 
@@ -152,9 +154,11 @@ def _arguments(recipe: Recipe, steps: int, folder: Path) -> TrainingArguments:
 def _record(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
     """What was trained, how long, and its loss over time."""
     paths = {"corpus": recipe.corpus.name, "tokenizer": recipe.tokenizer.name}
+    files = (recipe.corpus, recipe.tokenizer / "tokenizer.json")
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     losses = [(e["step"], round(e["loss"], 4)) for e in trainer.state.log_history if "loss" in e]
-    versions = {"torch": torch.__version__, "transformers": __import__("transformers").__version__}
-    return {"recipe": asdict(recipe) | paths, "versions": versions, "loss": losses}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"recipe": asdict(recipe) | paths, "sha256": hashes, "versions": versions, "loss": losses}
 
 
 def _last_checkpoint(folder: Path) -> str | None:

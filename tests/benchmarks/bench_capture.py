@@ -4,6 +4,7 @@
 compare ratios, never seconds, and run it on an idle machine.
 """
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -90,17 +91,21 @@ def test_lens_cache(benchmark, tmp_path):
     benchmark.pedantic(lens_cache(tmp_path), **ROUNDS)
 
 
-def peak_mib(what):
-    """Peak resident memory before and while ``what`` runs once, in a process of its own (Linux)."""
+def peaks_mib(runs):
+    """Peak resident memory while each of ``runs`` runs once more, in a process of its own (Linux, glibc)."""
     code = (
         f"import sys; sys.path.insert(0, {str(__file__).rpartition('/')[0]!r}); import bench_capture as b\n"
-        f"import resinspect.hooks\nrun = b.{what}()\nprint(b.peak_while(lambda: None), b.peak_while(run))"
+        f"runs = [{', '.join(f'b.{name}()' for name in runs)}]\n"
+        "for run in runs: run()\n"
+        "print(b.peak_while(lambda: None), *(b.peak_while(run) for run in runs))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return map(float, done.stdout.split())
 
 
 def peak_while(run):
+    """Freed memory is handed back first, so that it does not hide what the run needs."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     run()
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
@@ -109,10 +114,9 @@ def peak_while(run):
 
 def test_peak_memory(capsys):
     buffer = BATCH * TOKENS * (2 * LAYERS + 1) * HIDDEN * 4 / 2**20
-    loaded, forward = peak_mib("plain_forward")
-    _, capture = peak_mib("full_capture")
+    idle, forward, capture = peaks_mib(["plain_forward", "full_capture"])
     with capsys.disabled():
         print(
-            f"\npeak memory: model loaded {loaded:.0f} MiB, plain forward {forward:.0f} MiB, full capture "
-            f"{capture:.0f} MiB = plain + {(capture - forward) / buffer:.2f} x the write buffer ({buffer:.0f} MiB)"
+            f"\npeak memory: idle {idle:.0f} MiB, plain forward {forward:.0f} MiB, full capture {capture:.0f} MiB "
+            f"= plain + {(capture - forward) / buffer:.2f} x the write buffer ({buffer:.0f} MiB)"
         )
