@@ -125,7 +125,7 @@ class Recorder:
                 rows[:, index, :prefix] = row[..., :prefix]
 
     def _native(self, site: int, absolute: bool) -> Native:
-        native = {name: value.to(self._weight.dtype) for name, value in self.natives.get(site, {}).items()}
+        native = {name: value.double() for name, value in self.natives.get(site, {}).items()}
         return {name: value.abs() for name, value in native.items()} if absolute else native
 
     def _flush(self) -> None:
@@ -178,7 +178,8 @@ class Recorder:
             # With absolute natives the program gives the sum of |paths| behind each weight: what rounds inside it.
             self._magnitude = self._weight.clone() if self.layout.connection.natives else self._weight
             for rows in {id(r): r for r in (self._weight, self._magnitude)}.values():
-                unit = one_hot(sources, dtype=kind, device=value.device)
+                # In float64, so that W has only the rounding of the natives themselves.
+                unit = one_hot(sources, dtype=torch.float64, device=value.device)
                 unroll = Unroll(self.layout.connection, self.layout.anatomy, COEFFICIENT, unit)
                 self._programs.append((unroll, rows, rows is not self._weight))
 

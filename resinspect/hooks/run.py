@@ -130,12 +130,12 @@ class Run:
 def _tolerance(method: str, dtype: torch.dtype) -> float:
     """Units of rounding below which an error counts as rounding (see ``resinspect.trace.verdict``).
 
-    Measured maps stay below 1 (float32, float64) and 0.3 (half precision). Solving a float64 model adds the rounding
-    of the normal equations, which are no more precise than the model.
+    Measured maps stay below 1 (float32, float64) and 0.3 (half precision). A solve does not know what cancels inside the
+    scheme, and adds the rounding of its normal equations.
     """
     if dtype in (torch.bfloat16, torch.float16):
         return 1.0
-    return 16.0 if method == "solve" and dtype == torch.float64 else 4.0
+    return 16.0 if method == "solve" else 4.0
 
 
 def _full_precision(device: torch.device) -> Any:
