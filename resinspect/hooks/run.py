@@ -130,8 +130,8 @@ class Run:
 def _tolerance(method: str, dtype: torch.dtype) -> float:
     """Units of rounding below which an error counts as rounding (see ``resinspect.trace.verdict``).
 
-    Measured maps stay below 1 (float32, float64) and 0.3 (half precision). A solve does not know what cancels inside the
-    scheme, and adds the rounding of its normal equations.
+    Measured maps stay below 1 (float32, float64) and 0.3 (half precision). A solve does not know what cancels inside
+    the scheme, and adds the rounding of its normal equations.
     """
     if dtype in (torch.bfloat16, torch.float16):
         return 1.0
