@@ -154,7 +154,15 @@ def test_ctrl_c_leaves_a_clean_stop(tiny_checkpoint, tmp_path):
     prompts.write_text("a line of text that takes a moment\n" * 5000)
     command = [sys.executable, "-m", "resinspect.cli", "capture", str(tiny_checkpoint)]
     command += ["--prompts", str(prompts), "--batch-size", "4", "--out", str(tmp_path / "t")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=PLAIN)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=PLAIN,
+        # A test run in the background of a shell inherits an ignored Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120
     while not (tmp_path / "t" / "manifest.json").exists():
         assert time.monotonic() < deadline

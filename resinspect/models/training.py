@@ -56,14 +56,15 @@ class Recipe:
 def read_recipe(path: Path) -> Recipe:
     """A recipe from a TOML file; ``extends`` names another one whose values it overrides.
 
+    Paths are relative to the file that holds them.
+
     Raises:
         OptionError: If the file is missing, is not TOML, or has a key that is not allowed.
     """
     sections = _read_sections(path)
-    data = {name: (path.parent / value).resolve() for name, value in sections.get("data", {}).items()}
-    values = {**data, "model": sections.get("model", {}), **sections.get("training", {})}
-    allowed = {f.name for f in fields(Recipe)}
-    if unknown := sorted(set(values) - allowed):
+    values = {**sections.get("data", {}), "model": sections.get("model", {}), **sections.get("training", {})}
+    allowed = [f.name for f in fields(Recipe)]
+    if unknown := sorted(set(values) - set(allowed)):
         raise OptionError(f"recipe {path} has unknown keys {', '.join(unknown)}; allowed are {', '.join(allowed)}.")
     if missing := [name for name in ("corpus", "tokenizer") if name not in values]:
         raise OptionError(f"recipe {path} needs {' and '.join(missing)} in its [data] section.")
@@ -170,6 +171,8 @@ def _read_sections(path: Path) -> dict[str, Any]:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OptionError(f"recipe {path} cannot be read as TOML: {error}.") from error
+    for name, value in sections.get("data", {}).items():
+        sections["data"][name] = (path.parent / value).resolve()
     if "extends" not in sections:
         return sections
     base = _read_sections(path.parent / sections.pop("extends"))
