@@ -51,7 +51,8 @@ def test_a_killed_run_resumes_to_the_same_weights(recipe, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed" / "config.json").exists(), "nothing may look finished yet"
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("wrote ")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"wrote {tmp_path / 'killed'}"
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
     assert whole.keys() == resumed.keys()
     for name in whole:

@@ -148,6 +148,7 @@ def _arguments(recipe: Recipe, steps: int, folder: Path) -> TrainingArguments:
         save_total_limit=1,
         seed=recipe.seed,
         train_sampling_strategy="sequential",
+        dataloader_pin_memory=False,
         report_to=[],
     )
 
