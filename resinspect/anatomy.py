@@ -14,12 +14,21 @@ FINAL = "final"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One read (and write) of the residual: ``index`` in execution order, ``layer``, ``kind`` and reader views."""
+    """One read (and write) of the residual.
+
+    Attributes:
+        index: Place in execution order.
+        layer: Layer, -1 for the final readout.
+        kind: Such as ``"attn"``, ``"mlp"``, ``"final"``.
+        views: Names of its inputs; one without a name is the usual case.
+        extras: Names of sources that enter the residual together with its write, such as the bias of a norm.
+    """
 
     index: int
     layer: int
     kind: str
     views: tuple[str, ...] = ("",)
+    extras: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,9 +74,10 @@ class Anatomy:
         first = sum(len(s.views) for s in self.sites[: site.index])
         return range(first, first + len(site.views))
 
-    def source_of(self, site: Site) -> int:
-        """Index into ``sources`` of one site's write."""
-        return site.index + 1
+    def sources_of(self, site: Site) -> range:
+        """Indices into ``sources`` of one site's write and of the extras that come with it."""
+        first = 1 + sum(1 + len(s.extras) for s in self.sites[: site.index])
+        return range(first, first + 1 + len(site.extras))
 
 
 def decoder_anatomy(
@@ -75,6 +85,7 @@ def decoder_anatomy(
     *,
     kinds: Iterable[str] = ("attn", "mlp"),
     views: Mapping[str, tuple[str, ...]] | None = None,
+    extras: tuple[str, ...] = (),
 ) -> Anatomy:
     """The anatomy of a decoder: ``num_layers`` layers of the same sublayers, then the final readout.
 
@@ -82,13 +93,17 @@ def decoder_anatomy(
         num_layers: Number of layers.
         kinds: Sublayers of a layer in execution order.
         views: Per kind, the names of separate inputs, such as ``{"attn": ("q", "k", "v")}``; default one input.
+        extras: Names of further sources that come with every write, such as ``("bias",)``.
     """
-    views = views or {}
-    kinds = tuple(kinds)
-    order = [(layer, kind) for layer in range(num_layers) for kind in kinds] + [(-1, FINAL)]
-    sites = tuple(Site(i, layer, kind, views.get(kind, ("",))) for i, (layer, kind) in enumerate(order))
-    sources = (Source(EMBED, EMBED), *(Source(s.name, s.kind, s.layer) for s in sites[:-1]))
-    readers = tuple(
-        Reader(f"{s.name}.{view}" if view else s.name, s.kind, s.index + 1, s.layer) for s in sites for view in s.views
-    )
-    return Anatomy(sources, readers, sites)
+    views, kinds = views or {}, tuple(kinds)
+    order = [(layer, kind) for layer in range(num_layers) for kind in kinds]
+    sites = [Site(i, layer, kind, views.get(kind, ("",)), extras) for i, (layer, kind) in enumerate(order)]
+    sites.append(Site(len(sites), -1, FINAL, views.get(FINAL, ("",))))
+    sources, readers = [Source(EMBED, EMBED)], []
+    for site in sites:
+        names = (f"{site.name}.{view}" if view else site.name for view in site.views)
+        readers += [Reader(name, site.kind, len(sources), site.layer) for name in names]
+        if site.kind != FINAL:
+            sources.append(Source(site.name, site.kind, site.layer))
+            sources += [Source(f"{site.name}.{extra}", extra, site.layer) for extra in site.extras]
+    return Anatomy(tuple(sources), tuple(readers), tuple(sites))

@@ -69,4 +69,4 @@ def _taps(model: nn.Module, layers: str, parts: Parts, final: str, anatomy: Anat
         yield Tap(read, model.get_submodule(read), "input", Event("reader", reader))
         if site.kind != "final":
             write = f"{layers}.{site.layer}.{parts.attn if site.kind == 'attn' else parts.mlp}"
-            yield Tap(write, model.get_submodule(write), "output", Event("source", anatomy.source_of(site)))
+            yield Tap(write, model.get_submodule(write), "output", Event("source", *anatomy.sources_of(site)))

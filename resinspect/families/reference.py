@@ -36,4 +36,7 @@ def _taps(model: ResidualLM) -> Iterator[Tap]:
         for name, reader in zip(module.read_names, model.anatomy.readers_of(site), strict=True):
             yield tap(f"{where}.{name}", Event("reader", reader))
         if site.kind != "final":
-            yield tap(f"{where}.hook_write", Event("source", model.anatomy.source_of(site)))
+            write, *extras = model.anatomy.sources_of(site)
+            yield tap(f"{where}.hook_write", Event("source", write))
+            for name, extra in zip(site.extras, extras, strict=True):
+                yield tap(f"{where}.hook_extra_{name}", Event("source", extra))

@@ -11,9 +11,9 @@ from torch import Tensor
 CHUNK_BYTES = 2 << 20
 
 
-def chunks(values: Tensor) -> Iterator[slice]:
-    """Slices of the token dimension of ``(token, slot, d)`` of about ``CHUNK_BYTES`` each."""
-    per_token = max(1, values[0].numel() * values.element_size())
+def chunks(values: Tensor, *, copies: int = 1) -> Iterator[slice]:
+    """Slices of the token dimension of ``(token, slot, d)``, of about ``CHUNK_BYTES`` in so many copies."""
+    per_token = max(1, values[0].numel() * values.element_size() * copies)
     step = max(1, CHUNK_BYTES // per_token)
     yield from (slice(i, i + step) for i in range(0, len(values), step))
 
@@ -40,15 +40,49 @@ def measure_readers(writes: Tensor, inputs: Tensor, weight: Tensor, magnitude: T
         error = _norm(torch.baddbmm(h, w.to(h.dtype), v, beta=-1))
         parts.append(
             {
+                **_describe(h, norm),
                 "cross": h @ v.mT,
                 "fidelity": _relative(error, norm),
                 "kappa": _relative(contribution, norm),
-                "reader_norm": norm.to(h.dtype),
-                "reader_max": h.abs().amax(-1),
-                "reader_mean": h.mean(-1),
             }
         )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def measure_terms(writes: Tensor, inputs: Tensor, terms: Tensor, paths: Tensor) -> dict[str, Tensor]:
+    """Compare reader inputs with the contributions that a program of vectors makes of each write.
+
+    Args:
+        writes: ``(token, source, d)``.
+        inputs: ``(token, reader, d)``, as the forward formed them.
+        terms: ``(token, reader, source, d)``: what became of each write on its way to each reader.
+        paths: ``(token, reader, d)``: the sum of the absolute paths to each reader.
+
+    Returns:
+        Per ``(token, reader, source)``: ``weight`` (the best scalar ``<c, v> / <v, v>``), ``discarded`` (the part of
+        the contribution's norm that no scalar gives), ``contribution = <c, h>``, ``contribution_norm`` and ``cross``;
+        and the measures of a reader as in ``measure_readers``.
+    """
+    v, h = _real(writes), _real(inputs)
+    norm, written = _norm(h), _norm(v)[:, None]
+    along = torch.einsum("trsd,tsd->trs", terms, v).double()
+    weight = torch.where(written > 0, along / written.square(), 0.0)
+    size = _norm(terms)
+    rest = _norm(terms - weight[..., None].to(terms.dtype) * v[:, None])
+    return {
+        **_describe(h, norm),
+        "weight": weight.to(h.dtype),
+        "discarded": torch.where(size > 0, rest / size, 0.0).to(h.dtype),
+        "contribution": torch.einsum("trsd,trd->trs", terms, h),
+        "contribution_norm": size.to(h.dtype),
+        "cross": h @ v.mT,
+        "fidelity": _relative(_norm(terms.sum(2) - h), norm),
+        "kappa": _relative(_norm(paths), norm),
+    }
+
+
+def _describe(h: Tensor, norm: Tensor) -> dict[str, Tensor]:
+    return {"reader_norm": norm.to(h.dtype), "reader_max": h.abs().amax(-1), "reader_mean": h.mean(-1)}
 
 
 def measure_writes(writes: Tensor, *, gram: bool) -> dict[str, Tensor]:

@@ -5,11 +5,13 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from resinspect.anatomy import Site
 from resinspect.errors import CaptureError
 from resinspect.families import Event, Layout
-from resinspect.hooks.geometry import chunks, measure_readers, measure_writes
+from resinspect.hooks.geometry import chunks, measure_readers, measure_terms, measure_writes
 from resinspect.hooks.prompts import Batch
-from resinspect.program import COEFFICIENT, Native, Unroll, one_hot, solve
+from resinspect.hooks.terms import push_terms
+from resinspect.program import COEFFICIENT, COEFFICIENT_PATHS, Native, Unroll, one_hot, solve
 
 WILD = 0.05
 """A map that misses more than this share of a reader's input by more than rounding is wrong, not inexact."""
@@ -37,7 +39,8 @@ class Recorder:
         self._hidden: list[Tensor] = []
         self._written = self._read = self._in_group = 0
         self._writes = self._group = self._weight = self._magnitude = None
-        self._programs: list[tuple[Unroll, Tensor, bool]] = []
+        self._programs: list[tuple[Unroll, Tensor]] = []
+        self._online = method == "replay" and layout.connection.carrier == COEFFICIENT
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,10 +79,10 @@ class Recorder:
         if self._read < len(anatomy.readers):
             raise CaptureError(f"reader {anatomy.readers[self._read].name!r} never ran in the forward pass.")
         result = {"weight": self._weight}
-        if self.method == "solve":
-            result |= self._solve_all()
-        else:
+        if self._online:
             self._flush()
+        else:
+            result |= self._solve_all() if self.method == "solve" else self._push_terms()
         result |= {name: torch.cat(parts, dim=1) for name, parts in self._measured.items()}
         result |= measure_writes(self._writes, gram="gram" in self.keep)
         if "hidden" in self.keep:
@@ -92,9 +95,6 @@ class Recorder:
             self._allocate(value)
         self._writes[:, event.index] = value
         self._written += 1
-        if self.method == "replay" and event.index > 0:
-            for unroll, _, absolute in self._programs:
-                unroll.write(self._native(event.index - 1, absolute))
 
     def _on_reader(self, event: Event, value: Tensor) -> None:
         self._expect(event, self._read)
@@ -109,24 +109,28 @@ class Recorder:
         self._read += 1
         if "hidden" in self.keep:
             self._hidden.append(value.clone())
-        if self.method == "replay":
+        if self._online:
             self._advance(event.index)
 
     def _advance(self, reader: int) -> None:
-        """At the first input of a site, run the program up to it and store the rows of all its inputs."""
+        """At the first input of a site, run the program up to it and store the rows of all its inputs.
+
+        The write of the site before comes only now: its natives may follow the write itself.
+        """
         anatomy = self.layout.anatomy
         site = next(s for s in anatomy.sites if reader in anatomy.readers_of(s))
         if reader != anatomy.readers_of(site)[0]:
             return
-        for unroll, rows, absolute in self._programs:
-            inputs = unroll.read(self._native(site.index, absolute))
-            for index, row in zip(anatomy.readers_of(site), inputs, strict=True):
+        native = self._native(site)
+        for unroll, rows in self._programs:
+            if site.index > 0:
+                unroll.write(self._native(anatomy.sites[site.index - 1]))
+            for index, row in zip(anatomy.readers_of(site), unroll.read(native), strict=True):
                 prefix = anatomy.readers[index].prefix
                 rows[:, index, :prefix] = row[..., :prefix]
 
-    def _native(self, site: int, absolute: bool) -> Native:
-        native = {name: value.double() for name, value in self.natives.get(site, {}).items()}
-        return {name: value.abs() for name, value in native.items()} if absolute else native
+    def _native(self, site: Site) -> Native:
+        return {name: value.double() for name, value in self.natives.get(site.index, {}).items()}
 
     def _flush(self) -> None:
         """Measure the held-back readers against the writes so far."""
@@ -144,12 +148,31 @@ class Recorder:
         measured = measure_readers(writes, inputs, weight, magnitude)
         cross = measured.pop("cross")
         if "cross" in self.keep:
-            full = torch.full_like(self._weight[:, : inputs.shape[1]], torch.nan)
-            for i, reader in enumerate(self.layout.anatomy.readers[first : first + inputs.shape[1]]):
-                full[:, i, : reader.prefix] = cross[:, i, : reader.prefix]
-            self._measured["cross"].append(full)
+            self._measured["cross"].append(self._within_reach(cross, first))
         for name, value in measured.items():
             self._measured[name].append(value)
+
+    def _within_reach(self, values: Tensor, first: int = 0) -> Tensor:
+        """Values of consecutive readers over the sources so far, ``(token, reader, source)``, NaN beyond a prefix."""
+        full = torch.full_like(self._weight[:, : values.shape[1]], torch.nan)
+        for i, reader in enumerate(self.layout.anatomy.readers[first : first + values.shape[1]]):
+            full[:, i, : reader.prefix] = values[:, i, : reader.prefix]
+        return full
+
+    def _push_terms(self) -> dict[str, Tensor]:
+        """Push every write through the program as a vector of its own, a few tokens at a time."""
+        parts = []
+        for part in chunks(self._writes, copies=4 * len(self.layout.anatomy.readers)):
+            natives = {i: {name: value[part] for name, value in native.items()} for i, native in self.natives.items()}
+            terms, paths = push_terms(self.layout, natives, self._writes[part])
+            parts.append(measure_terms(self._writes[part], self._group[part], terms, paths))
+        measured = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        by_source = {name: value for name, value in measured.items() if value.ndim == 3}
+        for name in measured.keys() - by_source.keys():
+            self._measured[name].append(measured[name])
+        if "cross" not in self.keep:
+            del by_source["cross"]
+        return {name: self._within_reach(value) for name, value in by_source.items()}
 
     def _solve_all(self) -> dict[str, Tensor]:
         """Solve every reader; where a weight is not identifiable it is NaN, its error bound says why."""
@@ -170,18 +193,19 @@ class Recorder:
         tokens, width = value.shape
         sources, readers = len(self.layout.anatomy.sources), len(self.layout.anatomy.readers)
         kind = torch.float64 if value.dtype == torch.float64 else torch.float32
-        group = readers if self.method == "solve" else min(readers, READERS_AT_ONCE)
+        group = min(readers, READERS_AT_ONCE) if self._online else readers
         self._writes = value.new_empty(tokens, sources, width)
         self._group = value.new_empty(tokens, group, width)
         self._weight = torch.full((tokens, readers, sources), torch.nan, dtype=kind, device=value.device)
-        if self.method == "replay":
-            # With absolute natives the program gives the sum of |paths| behind each weight: what rounds inside it.
-            self._magnitude = self._weight.clone() if self.layout.connection.natives else self._weight
-            for rows in {id(r): r for r in (self._weight, self._magnitude)}.values():
-                # In float64, so that W has only the rounding of the natives themselves.
-                unit = one_hot(sources, dtype=torch.float64, device=value.device)
-                unroll = Unroll(self.layout.connection, self.layout.anatomy, COEFFICIENT, unit)
-                self._programs.append((unroll, rows, rows is not self._weight))
+        if self._online:
+            # In float64, so that W has only the rounding of the natives themselves.
+            unit = one_hot(sources, dtype=torch.float64, device=value.device)
+            connection, anatomy = self.layout.connection, self.layout.anatomy
+            self._programs = [(Unroll(connection, anatomy, COEFFICIENT, unit), self._weight)]
+            self._magnitude = self._weight
+            if connection.natives:
+                self._magnitude = self._weight.clone()
+                self._programs.append((Unroll(connection, anatomy, COEFFICIENT_PATHS, unit), self._magnitude))
 
     def _expect(self, event: Event, index: int) -> None:
         if event.index != index:

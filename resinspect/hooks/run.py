@@ -177,6 +177,8 @@ def _stack_natives(layout: Layout, recorder: Recorder) -> dict[str, tuple[tuple[
     stacked = {}
     for name, dims in layout.connection.native_dims.items():
         values = {i: _numpy(native[name]) for i, native in recorder.natives.items() if name in native}
+        if not values:
+            continue
         shape = np.max([value.shape for value in values.values()], axis=0)
         full = np.full((shape[0], sites, *shape[1:]), np.nan, dtype=next(iter(values.values())).dtype)
         for i, value in values.items():

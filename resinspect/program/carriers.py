@@ -4,6 +4,9 @@ The same program runs on three carriers. ``VECTOR`` slots are hidden vectors ``(
 ``COEFFICIENT`` slots are weights over sources ``(..., S)``: they end as rows of W. ``TERM`` slots are one vector per
 source ``(..., S, d)``: for programs whose weights differ per channel or whose operators do not commute with them.
 The leading dimensions may be missing when nothing depends on the token; everything broadcasts.
+
+For error analysis a program also runs on **paths**: every weight and slot by its absolute value, every subtraction as a
+sum. What comes out is the sum of the absolute paths to each place, which is what rounding is relative to.
 """
 
 from collections.abc import Sequence
@@ -24,10 +27,12 @@ class Carrier:
     Attributes:
         name: ``"vector"``, ``"coefficient"`` or ``"term"``.
         features: Number of trailing dimensions that belong to the slot.
+        paths: Whether it sums absolute paths; slots must then be non-negative.
     """
 
     name: str
     features: int
+    paths: bool = False
 
     def scale(self, weight: Tensor, slot: Tensor) -> Tensor:
         """``weight * slot`` with one scalar ``(...)`` per token."""
@@ -43,6 +48,7 @@ class Carrier:
     def mix(self, matrix: Tensor, streams: Tensor) -> Tensor:
         """``matrix @ streams``: ``(..., m, n)`` on streams ``(..., n, *slot)`` gives ``(..., m, *slot)``."""
         slot = streams.shape[streams.ndim - self.features :]
+        matrix = matrix.abs() if self.paths else matrix
         return (matrix @ streams.flatten(-self.features)).unflatten(-1, slot)
 
     def expand(self, slot: Tensor, streams: int) -> Tensor:
@@ -66,23 +72,30 @@ class Carrier:
     def normalise(self, slot: Tensor, rstd: Tensor, gain: Tensor, *, centre: bool = False) -> Tensor:
         """A norm on the carry with frozen statistics: ``(slot - mean) * rstd * gain``; rstd ``(...)``, gain ``(d)``."""
         gain = self._per_channel(gain, "a norm on the carry")
-        centred = slot - slot.mean(-1, keepdim=True) if centre else slot
-        return centred * self._scalar(rstd) * gain
+        if centre:
+            mean = slot.mean(-1, keepdim=True)
+            slot = slot + mean if self.paths else slot - mean
+        return slot * self._scalar(rstd) * gain
 
     def rank_one(self, slot: Tensor, strength: Tensor, key: Tensor) -> Tensor:
         """``(I - strength key key^T) slot`` with strength ``(...)`` and key ``(..., d)``."""
         key = self._per_channel(key, "a rank-one operator")
-        return slot - self._scalar(strength) * (slot * key).sum(-1, keepdim=True) * key
+        erased = self._scalar(strength) * (slot * key).sum(-1, keepdim=True) * key
+        return slot + erased if self.paths else slot - erased
 
     def _scalar(self, weight: Tensor) -> Tensor:
+        weight = weight.abs() if self.paths else weight
         return weight[(..., *(None,) * self.features)]
 
     def _per_channel(self, weight: Tensor, what: str) -> Tensor:
-        if self is COEFFICIENT:
+        if self.name == "coefficient":
             raise CarrierError(f"{what} cannot run on coefficients; run the program on the term carrier.")
+        weight = weight.abs() if self.paths else weight
         return weight if self.features == 1 else weight.unsqueeze(-2)
 
 
 VECTOR = Carrier("vector", 1)
 COEFFICIENT = Carrier("coefficient", 1)
 TERM = Carrier("term", 2)
+VECTOR_PATHS = Carrier("vector", 1, paths=True)
+COEFFICIENT_PATHS = Carrier("coefficient", 1, paths=True)

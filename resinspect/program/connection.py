@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from resinspect.anatomy import Site
-from resinspect.program.carriers import Carrier
+from resinspect.program.carriers import COEFFICIENT, Carrier
 
 Native = dict[str, Tensor]
 State = Any
@@ -21,12 +21,22 @@ class Connection(nn.Module):
     """The plain residual, and the base of every other connection.
 
     Attributes:
+        carrier: What the unroll needs: ``COEFFICIENT`` if one scalar per source and token says it all, else ``TERM``.
+        kinds: Sublayers of a layer, in execution order.
+        pre_norm: Whether sublayers and readout norm what they read.
+        post_norm: Whether sublayers norm what they write; the write is then the normed output.
+        extra_sources: Names of sources that come with every write; ``extras`` gives their vectors.
         views: Per site kind, names of separate reader inputs; a kind not listed has one.
         natives: Per site kind, the names of the natives that its two ``route_*`` calls return. Every native has
             leading dimensions ``(batch, token)``, also where it does not depend on the token.
         native_dims: Per native, the names of its further dimensions.
     """
 
+    carrier: Carrier = COEFFICIENT
+    kinds: ClassVar[tuple[str, ...]] = ("attn", "mlp")
+    pre_norm: ClassVar[bool] = True
+    post_norm: ClassVar[bool] = False
+    extra_sources: ClassVar[tuple[str, ...]] = ()
     views: ClassVar[dict[str, tuple[str, ...]]] = {}
     natives: ClassVar[dict[str, tuple[str, ...]]] = {}
     native_dims: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -39,6 +49,10 @@ class Connection(nn.Module):
         """Natives needed to write ``value`` ``(batch, token, d)`` at ``site``."""
         return {}
 
+    def extras(self, state: State, site: Site) -> tuple[Tensor, ...]:
+        """Vectors ``(batch, token, d)`` of the sources that come with the site's write, as in ``extra_sources``."""
+        return ()
+
     def start(self, carrier: Carrier, embedding: Tensor) -> State:
         """The state before the first site."""
         return embedding
@@ -47,6 +61,8 @@ class Connection(nn.Module):
         """The site's inputs, one slot per view, and the state."""
         return (state,) * len(site.views), state
 
-    def write(self, carrier: Carrier, state: State, site: Site, native: Native, value: Tensor) -> State:
-        """The state after the site wrote ``value``."""
+    def write(
+        self, carrier: Carrier, state: State, site: Site, native: Native, value: Tensor, *extras: Tensor
+    ) -> State:
+        """The state after the site wrote ``value``, together with its extras."""
         return state + value

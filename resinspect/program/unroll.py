@@ -60,7 +60,7 @@ class Unroll:
     def write(self, native: Native | None = None) -> None:
         """Write that site's source into the state and move on to the next site."""
         site = self.anatomy.sites[self._next]
-        value = self.source(self.anatomy.source_of(site))
+        values = map(self.source, self.anatomy.sources_of(site))
         native = self._native | (native or {})
-        self.state = self.connection.write(self.carrier, self.state, site, native, value)
+        self.state = self.connection.write(self.carrier, self.state, site, native, *values)
         self._next += 1

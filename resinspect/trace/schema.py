@@ -52,6 +52,8 @@ _BY_SOURCE = ("token", "source")
 VARIABLES: dict[str, Variable] = {
     "weight": Variable(_READ, "routing weight", required=True),
     "weight_error": Variable(_READ, "uncertainty of the solved routing weight", nonnegative=True),
+    "contribution": Variable(_READ, "inner product of contribution and reader input", "activation²"),
+    "contribution_norm": Variable(_READ, "norm of the contribution", "activation", nonnegative=True),
     "discarded": Variable(_READ, "fraction a scalar weight discards", nonnegative=True),
     "cross": Variable(_READ, "inner product of write and reader input", "activation²"),
     "gram": Variable(("token", "source", "source2"), "inner product of two writes", "activation²"),
