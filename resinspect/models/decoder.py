@@ -8,7 +8,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.HookedRootModule import HookedRootModule
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -16,7 +16,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from resinspect.anatomy import Anatomy, Site, decoder_anatomy
 from resinspect.models.config import ResidualConfig
-from resinspect.models.connections import CONNECTIONS, build_connection
+from resinspect.models.connections import build_connection
 from resinspect.models.sublayers import SUBLAYERS, HookedSite, Readout, rotary_angles
 from resinspect.program import VECTOR
 
@@ -40,17 +40,21 @@ class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
     def __init__(self, config: ResidualConfig) -> None:
         super().__init__(config)
         self.loss_type = "ForCausalLM"
-        self.anatomy: Anatomy = decoder_anatomy(config.num_hidden_layers, views=_views(config))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.hook_embed = HookPoint()
         self.connection = build_connection(
             config.connection,
-            num_sites=len(self.anatomy.sites),
+            num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             **config.connection_options,
         )
-        natives = self.connection.natives
-        modules = {s: SUBLAYERS.get(s.kind, Readout)(config, s, natives.get(s.kind, ())) for s in self.anatomy.sites}
+        self.anatomy: Anatomy = decoder_anatomy(
+            config.num_hidden_layers,
+            kinds=self.connection.kinds,
+            views=self.connection.views,
+            extras=self.connection.extra_sources,
+        )
+        modules = {s: SUBLAYERS.get(s.kind, Readout)(config, s, self.connection) for s in self.anatomy.sites}
         self.layers = nn.ModuleList(nn.ModuleDict() for _ in range(config.num_hidden_layers))
         gain = getattr(self.connection, "output_init_scale", 1.0) / (2 * config.num_hidden_layers) ** 0.5
         for site in self.anatomy.sites[:-1]:
@@ -105,6 +109,9 @@ class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
         embedding = self.hook_embed(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
         if cache is None and (self.config.use_cache if use_cache is None else use_cache) and not self.training:
             cache = DynamicCache(config=self.config)
+        if cache is not None and "swa" in self.connection.kinds:
+            while len(cache.layers) < 2 * self.config.num_hidden_layers:
+                cache.layers.append(DynamicLayer())
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(embedding.shape[1], device=embedding.device) + past)[None]
@@ -138,7 +145,8 @@ class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
             run = self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else _call
             value = run(module.__call__, inputs, *context)
             native = native | module.emit(connection.route_write(state, site, value))
-            state = connection.write(VECTOR, state, site, native, value)
+            extras = module.emit_extras(connection.extras(state, site))
+            state = connection.write(VECTOR, state, site, native, value, *extras)
         raise AssertionError("an anatomy ends with the final site")
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -149,11 +157,6 @@ class ResidualLM(PreTrainedModel, HookedRootModule, GenerationMixin):
             init.ones_(module.weight)
         elif isinstance(module, type(self.connection)) and hasattr(module, "reset_parameters"):
             module.reset_parameters()
-
-
-def _views(config: ResidualConfig) -> dict[str, tuple[str, ...]]:
-    connection = CONNECTIONS.get(config.connection)
-    return connection.views if connection else {}
 
 
 def _call(function: Any, *args: Any) -> Any:

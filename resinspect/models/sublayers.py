@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 
 from resinspect.anatomy import Site
 from resinspect.models.config import ResidualConfig
-from resinspect.program import Native
+from resinspect.program import Connection, Native
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -16,19 +16,27 @@ Rotary = tuple[Tensor, Tensor]
 class HookedSite(nn.Module):
     """A site's hook points and norms.
 
-    Hook names are ``hook_read`` (``hook_read_q``, ... for several views), ``hook_native_<name>`` and ``hook_write``.
+    Hook names are ``hook_read`` (``hook_read_q``, ... for several views), ``hook_native_<name>``, ``hook_write`` and
+    ``hook_extra_<name>``.
     """
 
-    def __init__(self, config: ResidualConfig, site: Site, natives: tuple[str, ...]) -> None:
+    def __init__(self, config: ResidualConfig, site: Site, connection: Connection) -> None:
         super().__init__()
-        self.site, self.native_names = site, natives
-        self.norms = nn.ModuleList(nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in site.views)
+        self.site, self.native_names = site, connection.natives.get(site.kind, ())
+
+        def norm() -> nn.Module:
+            return nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        self.norms = nn.ModuleList(norm() if connection.pre_norm else nn.Identity() for _ in site.views)
         for name in self.read_names:
             self.add_module(name, HookPoint())
-        for name in natives:
+        for name in self.native_names:
             self.add_module(f"hook_native_{name}", HookPoint())
         if site.kind != "final":
+            self.post_norm = norm() if connection.post_norm else nn.Identity()
             self.hook_write = HookPoint()
+        for name in site.extras:
+            self.add_module(f"hook_extra_{name}", HookPoint())
 
     @property
     def read_names(self) -> list[str]:
@@ -39,6 +47,11 @@ class HookedSite(nn.Module):
         """Pass natives through their hook points, where they can be seen and replaced."""
         return {name: self.get_submodule(f"hook_native_{name}")(value) for name, value in native.items()}
 
+    def emit_extras(self, extras: tuple[Tensor, ...]) -> list[Tensor]:
+        """Pass the sources that come with the write through their hook points."""
+        names = self.site.extras
+        return [self.get_submodule(f"hook_extra_{name}")(x) for name, x in zip(names, extras, strict=True)]
+
     def normed(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Pass reader inputs ``(batch, token, d)`` through their hook points and norm each."""
         read = (self.get_submodule(name)(value) for name, value in zip(self.read_names, inputs, strict=True))
@@ -48,10 +61,11 @@ class HookedSite(nn.Module):
 class Attention(HookedSite):
     """Causal multi-head attention with rotary positions and a key-value cache."""
 
-    def __init__(self, config: ResidualConfig, site: Site, natives: tuple[str, ...]) -> None:
-        super().__init__(config, site, natives)
+    def __init__(self, config: ResidualConfig, site: Site, connection: Connection) -> None:
+        super().__init__(config, site, connection)
         width = config.hidden_size
         self.num_heads = config.num_attention_heads
+        self.cache_index = site.layer
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, inputs: tuple[Tensor, ...], rotary: Rotary, mask: Tensor | None, cache: Cache | None) -> Tensor:
@@ -60,9 +74,14 @@ class Attention(HookedSite):
         q, k, v = (self._heads(proj(x)) for proj, x in zip((self.q, self.k, self.v), _three(normed), strict=True))
         q, k = _rotate(q, rotary), _rotate(k, rotary)
         if cache is not None:
-            k, v = cache.update(k, v, self.site.layer)
+            k, v = cache.update(k, v, self.cache_index)
+        mask = self.limit(mask, q.shape[2], k)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)
-        return self.hook_write(self.o(mixed.transpose(1, 2).flatten(2)))
+        return self.hook_write(self.post_norm(self.o(mixed.transpose(1, 2).flatten(2))))
+
+    def limit(self, mask: Tensor | None, queries: int, keys: Tensor) -> Tensor | None:
+        """The mask to attend with: None is plainly causal, True lets a query see a key."""
+        return mask
 
     @property
     def output(self) -> nn.Linear:
@@ -73,11 +92,28 @@ class Attention(HookedSite):
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
+class WindowAttention(Attention):
+    """Causal attention over the last few tokens."""
+
+    def __init__(self, config: ResidualConfig, site: Site, connection: Connection) -> None:
+        super().__init__(config, site, connection)
+        self.window = connection.window
+        # Its keys and values are cached behind those of the attention sublayers.
+        self.cache_index = config.num_hidden_layers + site.layer
+
+    def limit(self, mask: Tensor | None, queries: int, keys: Tensor) -> Tensor | None:
+        """A query at position t sees keys t - window + 1 .. t that the mask lets it see."""
+        key = torch.arange(keys.shape[2], device=keys.device)
+        query = key[-queries:, None]
+        near = (key <= query) & (key > query - self.window)
+        return near if mask is None else mask & near
+
+
 class MLP(HookedSite):
     """SwiGLU."""
 
-    def __init__(self, config: ResidualConfig, site: Site, natives: tuple[str, ...]) -> None:
-        super().__init__(config, site, natives)
+    def __init__(self, config: ResidualConfig, site: Site, connection: Connection) -> None:
+        super().__init__(config, site, connection)
         self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -90,7 +126,7 @@ class MLP(HookedSite):
     def forward(self, inputs: tuple[Tensor, ...], *_: object) -> Tensor:
         """Reader input ``(batch, token, d)`` to the write ``(batch, token, d)``."""
         (x,) = self.normed(inputs)
-        return self.hook_write(self.down(F.silu(self.gate(x)) * self.up(x)))
+        return self.hook_write(self.post_norm(self.down(F.silu(self.gate(x)) * self.up(x))))
 
 
 class Readout(HookedSite):
@@ -102,7 +138,7 @@ class Readout(HookedSite):
         return x
 
 
-SUBLAYERS: dict[str, type[HookedSite]] = {"attn": Attention, "mlp": MLP}
+SUBLAYERS: dict[str, type[HookedSite]] = {"attn": Attention, "mlp": MLP, "swa": WindowAttention}
 
 
 def rotary_angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Rotary:

@@ -1,0 +1,101 @@
+"""Manifold-constrained Hyper-Connections (arXiv 2512.24880; systems.md 6.2): streams mixed by Sinkhorn-Knopp."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from resinspect.anatomy import Site
+from resinspect.program import Carrier, Connection, Native
+
+
+class MHC(Connection):
+    """Each site reads ``sum_n pre_n X_n`` and the streams become ``X' = mix X + post v``; the readout sums the streams.
+
+    All weights come from one RMS norm over all streams together: ``pre = sigmoid``, ``post = 2 sigmoid``, ``mix`` =
+    Sinkhorn-Knopp with columns first and rows last, so rows sum to 1 and columns nearly. The paper does not state the
+    biases; here the streams start as the plain residual with nearly unmixed streams (``pre = 1/n``, ``post = 1``).
+
+    Args:
+        num_sites: Sites, the final readout included.
+        hidden_size: Width ``d``.
+        streams: Number of streams n.
+        iterations: Sinkhorn-Knopp rounds.
+        diagonal: Logit of each stream's own weight in ``mix`` at the start; the others start at 0.
+        eps: Added to the mean square in the joint norm.
+    """
+
+    natives: ClassVar[dict[str, tuple[str, ...]]] = {kind: ("pre", "post", "mix") for kind in ("attn", "mlp")}
+    native_dims: ClassVar[dict[str, tuple[str, ...]]] = {
+        "pre": ("stream",),
+        "post": ("stream",),
+        "mix": ("stream", "stream2"),
+    }
+
+    def __init__(
+        self,
+        *,
+        num_sites: int,
+        hidden_size: int,
+        streams: int = 4,
+        iterations: int = 20,
+        diagonal: float = 4.0,
+        eps: float = 1e-20,
+    ) -> None:
+        super().__init__()
+        self.streams, self.iterations, self.diagonal, self.eps = streams, iterations, diagonal, eps
+        sublayers, outputs = num_sites - 1, streams * (streams + 2)
+        self.weight = nn.Parameter(torch.empty(sublayers, streams * hidden_size, outputs))
+        self.bias = nn.Parameter(torch.empty(sublayers, outputs))
+        self.scale = nn.Parameter(torch.empty(sublayers, 3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Silent dynamic part; reads average the streams, writes go to all, mixing is nearly the identity."""
+        n = self.streams
+        pre = torch.full((n,), -math.log(n - 1) if n > 1 else 20.0)
+        bias = torch.cat([pre, torch.zeros(n), (self.diagonal * torch.eye(n)).flatten()])
+        init.zeros_(self.weight)
+        init.copy_(self.bias, bias.expand_as(self.bias))
+        init.constant_(self.scale, 0.01)
+
+    def route_read(self, state: Tensor, site: Site) -> Native:
+        """``pre`` and ``post`` ``(batch, token, n)``, ``mix (batch, token, n, n)``; computed in float32 or better."""
+        if site.kind == "final":
+            return {}
+        i, n = site.index, self.streams
+        flat = state.flatten(-2)
+        flat = flat if flat.dtype == torch.float64 else flat.float()
+        normed = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
+        scale = self.scale[i].to(flat.dtype).repeat_interleave(torch.tensor([n, n, n * n], device=flat.device))
+        logits = scale * (normed @ self.weight[i].to(flat.dtype)) + self.bias[i].to(flat.dtype)
+        pre, post, mix = logits.split([n, n, n * n], dim=-1)
+        return {
+            "pre": pre.sigmoid().to(state.dtype),
+            "post": 2 * post.sigmoid().to(state.dtype),
+            "mix": sinkhorn(mix.unflatten(-1, (n, n)), self.iterations).to(state.dtype),
+        }
+
+    def start(self, carrier: Carrier, embedding: Tensor) -> Tensor:
+        """Every stream starts as the embedding: ``(..., n, *slot)``."""
+        return carrier.expand(embedding, self.streams)
+
+    def read(self, carrier: Carrier, state: Tensor, site: Site, native: Native) -> tuple[tuple[Tensor, ...], Tensor]:
+        """A weighted sum of streams; at the final readout their plain sum."""
+        if site.kind == "final":
+            return (carrier.collapse(state),), state
+        return (carrier.mix(native["pre"].unsqueeze(-2), state).squeeze(-carrier.features - 1),), state
+
+    def write(self, carrier: Carrier, state: Tensor, site: Site, native: Native, value: Tensor) -> Tensor:
+        """Mix the streams, then add the write to each."""
+        return carrier.mix(native["mix"], state) + carrier.outer(native["post"], value)
+
+
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """Doubly stochastic matrices ``(..., n, n)`` from logits: columns normed first, rows last, in log space."""
+    for _ in range(iterations):
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+    return logits.exp()
