@@ -17,7 +17,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 bench: $(INSTALLED)
-	$(BIN)/python -m pytest tests/benchmarks/bench_capture.py --benchmark-columns=min,median --benchmark-sort=min
+	$(BIN)/python -m pytest tests/benchmarks/bench_*.py --benchmark-columns=min,median --benchmark-sort=min
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("resinspect needs Python 3.11 or newer; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'

@@ -24,11 +24,31 @@ class Case:
 
 CASES = [
     Case("pre_ln", "pre_ln"),
+    Case("post_ln", "post_ln"),
+    Case("sandwich", "sandwich"),
+    Case("denseformer", "denseformer"),
+    Case("denseformer", "denseformer_2x2", {"dilation": 2, "period": 2}),
     Case("attnres", "attnres"),
+    Case("attnres", "attnres_fixed_static", {"key": "static"}),
+    Case("attnres", "attnres_dynamic_dynamic", {"query": "dynamic"}),
+    Case("attnres", "attnres_dynamic_static", {"query": "dynamic", "key": "static"}),
+    Case("block_attnres", "block_attnres"),
+    Case("dca", "dca"),
+    Case("dca", "dca_grn_v1", {"grn": "v1", "views": 1}),
+    Case("dca", "dca_grn_v2", {"grn": "v2", "views": 1}),
+    Case("dca", "dca_grn_v3", {"grn": "v3", "views": 1}),
+    Case("dca", "dca_window", {"window": 1}),
     Case("hyper_connections", "hyper_connections"),
     Case("hyper_connections", "hyper_connections_static", {"dynamic": False}),
+    Case("mhc", "mhc"),
+    Case("ddl", "ddl"),
+    Case("ddl", "ddl_operator", {"view": "operator"}),
+    Case("short_swa", "short_swa"),
 ]
-WEIGHTS = ("init", "random", "trained")
+NAMED = {case.checkpoint: case for case in CASES}
+PAIRS = [(case, weights) for case in CASES for weights in ("init", "random", "trained")]
+PAIRS = [(case, weights) for case, weights in PAIRS if weights != "trained" or case.checkpoint in bundled()]
+"""Every case at fresh weights, at random weights, and as trained where its checkpoint is bundled."""
 
 
 def build(case: Case, weights: str, dtype: torch.dtype = torch.float32) -> ResidualLM:

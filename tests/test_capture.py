@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import CASES, build, prompts_for
+from cases import CASES, NAMED, build, prompts_for
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -232,14 +232,14 @@ def test_a_users_own_batch_may_be_padded_on_either_side(kind):
 
 def test_two_runs_are_bit_identical():
     """A seed or buffer that changes between runs."""
-    model = build(CASES[1], "random")
+    model = build(NAMED["attnres"], "random")
     first, second = (ri.capture(model, prompts_for(model)) for _ in range(2))
     assert first.identical(second)
 
 
 def test_batching_keeps_order_and_numbers():
     """Samples renumbered or reordered when batches are joined."""
-    model = build(CASES[0], "random")
+    model = build(NAMED["pre_ln"], "random")
     prompts = prompts_for(model, (3, 8, 1, 5, 2))
     trace = ri.capture(model, prompts, batch_size=2)
     assert trace["sample"].values.tolist() == [i for i, p in enumerate(prompts) for _ in p]
@@ -249,7 +249,7 @@ def test_batching_keeps_order_and_numbers():
 
 def test_loss_is_that_of_the_next_token():
     """Labels shifted the wrong way, or across prompts."""
-    model = build(CASES[0], "random")
+    model = build(NAMED["pre_ln"], "random")
     ids = prompts_for(model)[0]
     trace = ri.capture(model, [ids, ids[:3]])
     with torch.no_grad():
@@ -261,7 +261,7 @@ def test_loss_is_that_of_the_next_token():
 
 def test_hidden_and_logits_are_kept_only_on_request():
     """Hidden states stored unasked, or views that the next forward overwrites."""
-    model = build(CASES[2], "random")
+    model = build(NAMED["hyper_connections"], "random")
     ids = prompts_for(model)[0]
     assert not {"reader_hidden", "logits"} & set(ri.capture(model, [ids]).data_vars)
     trace = ri.capture(model, [ids], keep=("hidden", "logits"))
@@ -277,7 +277,7 @@ def test_hidden_and_logits_are_kept_only_on_request():
 
 def test_natives_are_those_of_the_hook_points():
     """Natives stored at the wrong site, or padded with zeros that look like weights."""
-    model = build(CASES[1], "random")
+    model = build(NAMED["attnres"], "random")
     ids = prompts_for(model)[0]
     alpha = ri.capture(model, [ids])["native_alpha"]
     _, cache = model.run_with_cache(torch.tensor([ids]))
@@ -290,7 +290,7 @@ def test_natives_are_those_of_the_hook_points():
 @pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])
 def test_no_hook_is_left_behind(stop):
     """Hooks that outlive an exception or Ctrl-C slow and corrupt every later forward; so does a flipped mode."""
-    model = build(CASES[1], "random").train()
+    model = build(NAMED["attnres"], "random").train()
     model.layers[0]["mlp"].eval()
 
     def fail(*_):
@@ -314,7 +314,7 @@ def test_the_record_does_not_change_with_the_model():
     class InPlace(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = build(CASES[0], "random")
+            self.inner = build(NAMED["pre_ln"], "random")
 
         def forward(self, ids):
             output = self.inner(ids)
@@ -423,7 +423,7 @@ def test_a_module_called_twice_is_refused():
 
 def test_prompts_come_in_many_forms():
     """A form that every tokenizer returns, refused or misread."""
-    model = build(CASES[0], "random")
+    model = build(NAMED["pre_ln"], "random")
     ids = [3, 5, 8]
     expected = ri.capture(model, [ids])["token_id"].values.tolist()
     tensor = torch.tensor(ids)
@@ -467,12 +467,12 @@ def test_prompts_come_in_many_forms():
 def test_bad_prompts_get_one_sentence(prompts, words):
     """A crash inside the model, or an empty trace."""
     with pytest.raises(PromptError, match=words):
-        ri.capture(build(CASES[0], "random"), prompts)
+        ri.capture(build(NAMED["pre_ln"], "random"), prompts)
 
 
 def test_truncation_says_what_it_cut():
     """A prompt cut in silence."""
-    model = build(CASES[0], "random")
+    model = build(NAMED["pre_ln"], "random")
     with pytest.warns(UserWarning, match="prompt 1 was cut to its first 64 of 70 tokens"):
         trace = ri.capture(model, [[1], [2] * 70], truncate=True)
     assert trace.sizes["token"] == 65
@@ -494,4 +494,4 @@ def test_truncation_says_what_it_cut():
 def test_bad_options_get_one_sentence(options, words):
     """An option ignored in silence."""
     with pytest.raises(OptionError, match=words):
-        ri.capture(build(CASES[0], "random"), [[1]], **options)
+        ri.capture(build(NAMED["pre_ln"], "random"), [[1]], **options)

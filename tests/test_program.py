@@ -57,7 +57,7 @@ def simulate(connection, anatomy, writes):
         inputs, state = connection.read(VECTOR, state, site, native)
         read += inputs
         if site.kind != "final":
-            value = writes[:, anatomy.source_of(site)]
+            value = writes[:, anatomy.sources_of(site)[0]]
             native = native | connection.route_write(state, site, value)
             state = connection.write(VECTOR, state, site, native, value)
         natives.append(native)
@@ -215,6 +215,6 @@ def test_unknown_connection_is_named():
     from resinspect.models import build_connection
 
     with pytest.raises(OptionError, match="choose one of pre_ln"):
-        build_connection("residual", num_sites=3, hidden_size=8)
+        build_connection("residual", num_layers=1, hidden_size=8)
     with pytest.raises(OptionError, match="strems"):
-        build_connection("hyper_connections", num_sites=3, hidden_size=8, strems=2)
+        build_connection("hyper_connections", num_layers=1, hidden_size=8, strems=2)
