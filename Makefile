@@ -1,4 +1,5 @@
-# The two commands of README: `make app` and `make test`. Everything lives in .venv; nothing else is touched.
+# The two commands of README: `make app` and `make test`. Everything lives in .venv, but for a Chromium that
+# `make test` installs with apt-get if there is none.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin

@@ -1,4 +1,4 @@
-"""The command line: ``resinspect capture | map | models | train | app``."""
+"""The command line of resinspect: exact maps of how information moves through depth in transformers."""
 
 import json
 import socket
@@ -9,18 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from resinspect.bundle import app_folder, bundled
 from resinspect.errors import OptionError, PromptError, ResinspectError
-
-if TYPE_CHECKING:
-    pass
 
 MANIFEST = "manifest.json"
 
@@ -62,6 +59,7 @@ def draw_map(
     figure: Annotated[Path, typer.Option("--out", help="File to write: .html, .png, .svg or .pdf.")],
     text: Text = None,
     token: Annotated[int | None, typer.Option(help="One token of the trace; default the mean over all.")] = None,
+    limit: Annotated[float | None, typer.Option(help="Weight at which colours end; default the largest.")] = None,
     method: Method = "auto",
     truncate: Truncate = False,
 ) -> None:
@@ -81,7 +79,8 @@ def draw_map(
         loaded, tokenizer = _load(source)
         with _notes():
             trace = run(loaded, [text], tokenizer=tokenizer, method=method, truncate=truncate)
-    save_figure(routing_map(trace, token=token), figure)
+    limits = None if limit is None else (-limit if float(trace["weight"].min()) < 0 else 0.0, limit)
+    save_figure(routing_map(trace, token=token, limits=limits), figure)
     out.print(f"{describe(trace)}\nwrote {figure}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -90,13 +89,12 @@ def models() -> None:
     """List bundled checkpoints and the connections of the reference model."""
     from resinspect.models.connections import CONNECTIONS
 
-    table = Table(
-        "checkpoint", "connection", "options", "layers", "hidden", "trained tokens", title="Bundled checkpoints"
-    )
+    name = Column("checkpoint", no_wrap=True)
+    table = Table(name, "connection and options", "layers", "hidden", "tokens", title="Bundled checkpoints")
     for name, folder in bundled().items():
         table.add_row(name, *_checkpoint_row(folder))
     out.print(table)
-    table = Table("connection", "what", title="Connections")
+    table = Table(Column("connection", no_wrap=True), "what", title="Connections")
     for name, connection in CONNECTIONS.items():
         table.add_row(name, (connection.__doc__ or "").partition("\n")[0].replace("``", ""))
     out.print(table)
@@ -135,12 +133,15 @@ def app(
     """Open the app in the browser, on this machine only."""
     if find_spec("streamlit") is None:
         raise OptionError('the app needs streamlit: pip install "resinspect[app]".')
+    known = bundled()
+    if missing := [f for f in folders or [] if f not in known and not Path(f).is_dir()]:
+        raise OptionError(f"there is no folder or bundled checkpoint {missing[0]}; give existing ones.")
     if port is not None and not _is_free(port):
         raise OptionError(f"port {port} is in use; choose another one with --port, or leave it out.")
     command = [sys.executable, "-m", "streamlit", "run", str(app_folder() / "main.py"), "--server.address=localhost"]
     command += ["--browser.gatherUsageStats=false", "--server.showEmailPrompt=false"]
     command += [f"--server.port={port}"] if port is not None else []
-    raise typer.Exit(subprocess.call([*command, "--", *(folders or [])]))
+    raise typer.Exit(subprocess.call([*command, "--", *(str(known.get(f, f)) for f in folders or [])]))
 
 
 def main() -> None:
@@ -214,9 +215,9 @@ def _checkpoint_row(folder: Path) -> list[str]:
     config = json.loads((folder / "config.json").read_text())
     record = folder / "training.json"
     tokens = json.loads(record.read_text())["recipe"]["tokens"] if record.exists() else None
-    options = ", ".join(f"{key}={value}" for key, value in config.get("connection_options", {}).items())
+    options = [f"{key}={value}" for key, value in config.get("connection_options", {}).items()]
     sizes = [str(config.get(key, "")) for key in ("num_hidden_layers", "hidden_size")]
-    return [config.get("connection", ""), options, *sizes, f"{tokens:,}" if tokens else ""]
+    return [", ".join([config.get("connection", ""), *options]), *sizes, f"{tokens:,}" if tokens else ""]
 
 
 def _is_free(port: int) -> bool:

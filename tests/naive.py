@@ -1,4 +1,4 @@
-"""Independent forward passes, written from systems.md as plainly as possible, one function per residual scheme.
+"""Independent forward passes, written from the papers as plainly as possible, one function per residual scheme.
 
 They share no code with ``resinspect.models`` or ``resinspect.program``: weights come from the state dict by name.
 """
@@ -54,7 +54,7 @@ def mlp(f, layer, x):
 
 
 class Sublayers:
-    """``f(l, x)``: the sublayer l = 1..L of systems.md, attention first."""
+    """``f(l, x)``: the sublayer l = 1..L, attention first."""
 
     def __init__(self, model):
         self.w = {name: value.detach() for name, value in model.state_dict().items()}
@@ -80,7 +80,7 @@ class Sublayers:
 
 
 def pre_ln(f: Sublayers, ids):
-    """systems.md 1.1: h_{l+1} = h_l + f_l(h_l)."""
+    """plain residual: h_{l+1} = h_l + f_l(h_l)."""
     h = f.embed(ids)
     for number in range(1, f.count + 1):
         h = h + f(number, h)
@@ -88,7 +88,7 @@ def pre_ln(f: Sublayers, ids):
 
 
 def post_ln(f: Sublayers, ids):
-    """systems.md 1.2: h_{l+1} = LN_l(h_l + f_l(h_l)), no pre-norm, no final norm."""
+    """Vaswani et al. 2017: h_{l+1} = LN_l(h_l + f_l(h_l)), no pre-norm, no final norm."""
     h = f.embed(ids)
     for number in range(1, f.count + 1):
         z = h + f(number, h)
@@ -99,7 +99,7 @@ def post_ln(f: Sublayers, ids):
 
 
 def denseformer(f: Sublayers, ids):
-    """systems.md 2.1: X_i = B_i(Y_{i-1}), Y_i = sum over j = i mod k of alpha_ij X_j where period divides i."""
+    """arXiv 2402.02622: X_i = B_i(Y_{i-1}), Y_i = sum over j = i mod k of alpha_ij X_j where period divides i."""
     dilation, period = f.options.get("dilation", 1), f.options.get("period", 1)
     outputs = [f.embed(ids)]
     y = outputs[0]
@@ -114,7 +114,7 @@ def denseformer(f: Sublayers, ids):
 
 
 def attnres(f: Sublayers, ids):
-    """systems.md 3.1 and 4: h_l = sum_i softmax_i(score) v_i over the embedding and all earlier writes."""
+    """arXiv 2603.15031, section 3: h_l = sum_i softmax_i(score) v_i over the embedding and all earlier writes."""
     values = [f.embed(ids)]
     for number in range(1, f.count + 2):
         if number == 1:
@@ -145,7 +145,7 @@ def depth_logits(f: Sublayers, reader, stacked):
 
 
 def block_attnres(f: Sublayers, ids):
-    """systems.md 3.2: sources are b_0 = emb, sums of completed blocks, and the partial sum once it has a write."""
+    """arXiv 2603.15031, section 3.2: b_0 = emb, sums of completed blocks, and the partial sum once it has a write."""
     size = f.options.get("block_size", 4)
     writes = []
     embedding = f.embed(ids)
@@ -166,7 +166,7 @@ def block_attnres(f: Sublayers, ids):
 
 
 def dca(f: Sublayers, ids):
-    """systems.md 5.1, 5.2: g = sum_n (b_n + ReLU(w . s_n)) s_n over emb and layer outputs a + m; u = g^q + a."""
+    """arXiv 2502.06785: g = sum_n (b_n + ReLU(w . s_n)) s_n over emb and layer outputs a + m; u = g^q + a."""
     window, layers = f.options.get("window", 0), f.count // 2
     stack = [f.embed(ids)]
     for layer in range(layers + 1):
@@ -191,7 +191,7 @@ def dca(f: Sublayers, ids):
 
 
 def hyper_connections(f: Sublayers, ids):
-    """systems.md 6.1: h = A_m^T H, H' = A_r^T H + B^T T(h), weights from norm(H) row by row; output sum of rows."""
+    """arXiv 2409.19606: h = A_m^T H, H' = A_r^T H + B^T T(h), weights from norm(H) row by row; output sum of rows."""
     p = f.p
     n = p["pre"].shape[1]
     rows = [f.embed(ids)] * n
@@ -213,7 +213,7 @@ def hyper_connections(f: Sublayers, ids):
 
 
 def mhc(f: Sublayers, ids):
-    """systems.md 6.2: joint RMS over streams; pre sigmoid, post 2 sigmoid, res Sinkhorn, columns first, rows last."""
+    """arXiv 2512.24880: joint RMS over streams; pre sigmoid, post 2 sigmoid, res Sinkhorn, columns first, rows last."""
     n = 4
     rows = torch.stack([f.embed(ids)] * n, dim=-2)
     for number in range(1, f.count + 1):
@@ -232,7 +232,7 @@ def mhc(f: Sublayers, ids):
 
 
 def ddl(f: Sublayers, ids):
-    """systems.md 7.1 with d_v = 1: x' = (I - beta k k^T) x + beta k v; beta 2 sigmoid, v 4 sigmoid of RMSNorm(x)."""
+    """arXiv 2601.00417 with d_v = 1: x' = (I - beta k k^T) x + beta k v; beta 2 sigmoid, v 4 sigmoid of RMSNorm(x)."""
     x = f.embed(ids)
     for number in range(1, f.count + 1):
         out = f(number, x)
@@ -246,7 +246,7 @@ def ddl(f: Sublayers, ids):
 
 
 def short_swa(f: Sublayers, ids):
-    """systems.md 8: S = H + ShortSWA(Norm H) before attention."""
+    """arXiv 2603.16039: S = H + ShortSWA(Norm H) before attention."""
     h = f.embed(ids)
     for layer in range(f.count // 2):
         h = h + attention(f, layer, [h], "swa", window=4)

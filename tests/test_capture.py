@@ -9,6 +9,7 @@ import torch
 from cases import CASES, NAMED, build, prompts_for
 from torch import nn
 from transformers import (
+    AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
@@ -25,7 +26,8 @@ from transformers import (
 
 import resinspect as ri
 from resinspect.errors import CaptureError, OptionError, PromptError
-from resinspect.hooks.geometry import measure_readers
+from resinspect.hooks.geometry import lengths, measure_readers
+from resinspect.hooks.prompts import token_texts
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97}
@@ -113,8 +115,8 @@ def test_tiny_and_huge_activations_are_judged_alike(scale):
     writes = torch.randn(5, 3, 16)
     weight = torch.ones(5, 1, 3)
     for inputs in (writes.sum(1, keepdim=True), 0.9 * writes.sum(1, keepdim=True)):
-        expected = measure_readers(writes, inputs, weight, weight)
-        scaled = measure_readers(writes * scale, inputs * scale, weight, weight)
+        expected = measure_readers(writes, lengths(writes), inputs, weight, weight)
+        scaled = measure_readers(writes * scale, lengths(writes * scale), inputs * scale, weight, weight)
         for name in ("fidelity", "kappa"):
             torch.testing.assert_close(scaled[name], expected[name], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(scaled["reader_norm"], expected["reader_norm"] * scale)
@@ -468,6 +470,17 @@ def test_bad_prompts_get_one_sentence(prompts, words):
     """A crash inside the model, or an empty trace."""
     with pytest.raises(PromptError, match=words):
         ri.capture(build(NAMED["pre_ln"], "random"), prompts)
+
+
+def test_token_texts_are_literal(pytestconfig):
+    """Byte-level pieces shown in their private alphabet: a space as Ġ, half an em dash as âĢ."""
+    tokenizer = AutoTokenizer.from_pretrained(pytestconfig.rootpath / "data" / "tokenizer", local_files_only=True)
+    text = " naïve 😀 —\n<b>$x$"
+    shown = token_texts(tokenizer(text)["input_ids"], tokenizer)
+    assert "Ġ" not in "".join(shown)
+    raw = b"".join(s.encode().decode("unicode_escape").encode("latin-1") if "\\x" in s else s.encode() for s in shown)
+    assert raw.decode() == text
+    assert token_texts([7], None) == ["7"]
 
 
 def test_truncation_says_what_it_cut():

@@ -64,12 +64,13 @@ def test_map_draws_from_a_model_and_from_a_trace(run, tiny_checkpoint, tmp_path,
     assert direct.read_bytes() != stored.read_bytes()
 
 
-def test_models_lists_connections_and_checkpoints(run):
-    """A connection in the table that no one can find, or a bundled folder left out."""
+def test_models_lists_connections_and_checkpoints(run, monkeypatch):
+    """A connection in the table that no one can find, a bundled folder left out, or a name cut at 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run("models")
     assert code == 0
     for name in ("pre_ln", "attnres", "hyper_connections", *ri.bundled()):
-        assert name in out
+        assert re.search(rf"\b{name}\b", out)
 
 
 REFUSALS = {
@@ -94,6 +95,8 @@ REFUSALS = {
     "map suffix": (["map", "MODEL", "--text", "a", "--out", "OUT.jpeg"], "jpeg"),
     "map token": (["map", "MODEL", "--text", "a", "--token", "99", "--out", "OUT.png"], "99"),
     "recipe missing": (["train", "nofile.toml", "--out", "OUT"], "nofile.toml cannot be read"),
+    "app of nothing": (["app", "./nowhere"], "no folder or bundled checkpoint ./nowhere"),
+    "map limit": (["map", "MODEL", "--text", "a", "--limit", "-1", "--out", "OUT.png"], "limits"),
     "port in use": (["app", "--port", "PORT"], "is in use; choose another"),
 }
 

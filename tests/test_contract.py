@@ -120,7 +120,7 @@ ROUNDED = {"dca", "mhc"}
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.connection in GOLDEN], ids=str)
 def test_golden_rows_at_initialisation(case):
-    """An initialisation that ``post_init`` overwrote, or a readout that is not the paper's (systems.md 0.6)."""
+    """An initialisation that ``post_init`` overwrote, or a readout that is not the paper's."""
     model = build(case, "init")
     trace = captured(model)
     for site in model.anatomy.sites:

@@ -39,7 +39,7 @@ def test_mean_is_of_the_per_token_rows():
     np.testing.assert_allclose(description.values, trace["weight"].values.astype(float).mean(axis=0))
     assert description.x == ("embed", "0.attn", "0.mlp", "1.attn", "1.mlp")
     assert description.y == ("0.attn", "0.mlp", "1.attn", "1.mlp", "final")
-    assert description.title == "pre_ln · routing weight, mean over 7 tokens"
+    assert description.title == "tiny (pre_ln) · routing weight, mean over 7 tokens"
     assert "7 tokens of 2 prompts" in description.caption
     assert description.label == "routing weight"
 
@@ -59,7 +59,7 @@ def test_one_token_is_its_own_row():
     trace = trace_cases.make(text=["a", "b", "\n<b>$", "d", "e", "f", "g"])
     description = ri.routing_map(trace, token=2)
     np.testing.assert_array_equal(description.values, trace["weight"].values[2].astype(float))
-    assert description.title == "pre_ln · routing weight, token 2 '⏎<b>$'"
+    assert description.title == "tiny (pre_ln) · routing weight, token 2 '⏎<b>$'"
     assert description.limits == ri.routing_map(trace, token=5).limits
 
 

@@ -11,7 +11,7 @@ import pytest
 import resinspect
 
 ROOT = Path(resinspect.__file__).parent
-# The street (design, section 2): each room and the rooms of resinspect it may import. errors is open to all.
+# The street of CONTRIBUTING.md: each room and the rooms of resinspect it may import. errors is open to all.
 MAY_IMPORT = {
     "anatomy": set(),
     "bundle": set(),

@@ -12,7 +12,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 class ScaledCarry(Connection):
-    """h' = a h + b v, whose weights are b_s times the product of later a (systems.md 1.1)."""
+    """h' = a h + b v, whose weights are b_s times the product of later a."""
 
     def write(self, carrier, state, site, native, value):
         return carrier.scale(native["a"], state) + carrier.scale(native["b"], value)

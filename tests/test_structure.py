@@ -1,4 +1,4 @@
-"""What an architecture guarantees (systems.md 11), hence must never be reported as a finding; and one duality."""
+"""What an architecture guarantees, hence must never be reported as a finding; and one duality."""
 
 import numpy as np
 import pytest

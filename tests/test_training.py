@@ -84,7 +84,7 @@ def test_stored_model_loads_as_float32_with_exact_routing(recipe, tmp_path):
     [
         ("[training]\nstepps = 3\n", "unknown keys stepps; allowed are corpus"),
         ("[training]\ntokens = 3\n", r"needs corpus and tokenizer in its \[data\]"),
-        ("tokens = ", "cannot be read as TOML"),
+        ("tokens = ", "is not TOML"),
         ('extends = "nowhere.toml"', "nowhere.toml cannot be read"),
     ],
 )

@@ -54,7 +54,7 @@ def routing_map(
         values=values,
         x=_names(trace, "source"),
         y=_names(trace, "reader"),
-        title=f"{trace.attrs['scheme']} · {long_name}, {_what(trace, token)}",
+        title=f"{_model(trace)} · {long_name}, {_what(trace, token)}",
         label=long_name if units == "1" else f"{long_name} [{units}]",
         caption="\n".join([*_caption(part, token, readable, known), *_beyond(values, limits)]),
         limits=limits,
@@ -106,6 +106,11 @@ def _chunks(values: xr.DataArray) -> "list[np.ndarray] | map":
 
 def _names(trace: xr.Dataset, dim: str) -> tuple[str, ...]:
     return tuple(visible_text(str(name)) for name in trace.coords[dim].values)
+
+
+def _model(trace: xr.Dataset) -> str:
+    model, scheme = visible_text(trace.attrs["model"]), trace.attrs["scheme"]
+    return model if scheme in model else f"{model} ({scheme})"
 
 
 def _what(trace: xr.Dataset, token: int | None) -> str:

@@ -18,11 +18,14 @@ def chunks(values: Tensor, *, copies: int = 1) -> Iterator[slice]:
     yield from (slice(i, i + step) for i in range(0, len(values), step))
 
 
-def measure_readers(writes: Tensor, inputs: Tensor, weight: Tensor, magnitude: Tensor) -> dict[str, Tensor]:
+def measure_readers(
+    writes: Tensor, norms: Tensor, inputs: Tensor, weight: Tensor, magnitude: Tensor
+) -> dict[str, Tensor]:
     """Compare reader inputs with their reconstruction from the writes.
 
     Args:
         writes: ``(token, source, d)``; only sources some of the readers can read.
+        norms: ``(token, source)``: their lengths.
         inputs: ``(token, reader, d)``, as the forward formed them.
         weight: ``(token, reader, source)``, zero where a source cannot be read.
         magnitude: Same shape: the sum of the absolute paths behind each weight, at least its absolute value.
@@ -35,9 +38,10 @@ def measure_readers(writes: Tensor, inputs: Tensor, weight: Tensor, magnitude: T
     parts = []
     for part in chunks(writes):
         v, h, w = _real(writes[part]), _real(inputs[part]), weight[part]
-        norm = _norm(h)
-        contribution = (magnitude[part].double() @ _norm(v)[..., None]).squeeze(-1)
-        error = _norm(torch.baddbmm(h, w.to(h.dtype), v, beta=-1))
+        norm = lengths(h)
+        contribution = (magnitude[part].double() @ norms[part, :, None]).squeeze(-1)
+        # In the model's own dtype (float64 would cost a twentieth of the forward): often the same bits, an error of 0.
+        error = lengths(torch.baddbmm(h, w.to(h.dtype), v, beta=-1))
         parts.append(
             {
                 **_describe(h, norm),
@@ -64,11 +68,11 @@ def measure_terms(writes: Tensor, inputs: Tensor, terms: Tensor, paths: Tensor) 
         and the measures of a reader as in ``measure_readers``.
     """
     v, h = _real(writes), _real(inputs)
-    norm, written = _norm(h), _norm(v)[:, None]
+    norm, written = lengths(h), lengths(v)[:, None]
     along = torch.einsum("trsd,tsd->trs", terms, v).double()
     weight = torch.where(written > 0, along / written.square(), 0.0)
-    size = _norm(terms)
-    rest = _norm(terms - weight[..., None].to(terms.dtype) * v[:, None])
+    size = lengths(terms)
+    rest = lengths(terms - weight[..., None].to(terms.dtype) * v[:, None])
     return {
         **_describe(h, norm),
         "weight": weight.to(h.dtype),
@@ -76,8 +80,8 @@ def measure_terms(writes: Tensor, inputs: Tensor, terms: Tensor, paths: Tensor) 
         "contribution": torch.einsum("trsd,trd->trs", terms, h),
         "contribution_norm": size.to(h.dtype),
         "cross": h @ v.mT,
-        "fidelity": _relative(_norm(terms.sum(2) - h), norm),
-        "kappa": _relative(_norm(paths), norm),
+        "fidelity": _relative(lengths(terms.sum(2) - h), norm),
+        "kappa": _relative(lengths(paths), norm),
     }
 
 
@@ -86,12 +90,11 @@ def _describe(h: Tensor, norm: Tensor) -> dict[str, Tensor]:
 
 
 def measure_writes(writes: Tensor, *, gram: bool) -> dict[str, Tensor]:
-    """``source_norm`` and ``source_max (token, source)``, and ``gram (token, source, source)`` if asked for."""
+    """``source_max (token, source)``, and ``gram (token, source, source)`` if asked for."""
     parts = []
     for part in chunks(writes):
         v = _real(writes[part])
         measured = {
-            "source_norm": _norm(v).to(v.dtype),
             "source_max": v.abs().amax(-1),
         }
         parts.append(measured | ({"gram": v @ v.mT} if gram else {}))
@@ -107,8 +110,8 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _norm(values: Tensor) -> Tensor:
-    """L2 norms in float64, where squares neither overflow nor vanish."""
+def lengths(values: Tensor) -> Tensor:
+    """L2 norms over the last dimension, in float64, where squares neither overflow nor vanish."""
     return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float64)
 
 

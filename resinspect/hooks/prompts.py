@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from resinspect.errors import PromptError
 
@@ -77,7 +78,7 @@ def encode_prompts(
             if not truncate:
                 raise PromptError(
                     f"prompt {i} has {len(ids)} tokens but the model's context is {max_length}; "
-                    "shorten it, or ask to keep only its beginning (truncate)."
+                    "shorten it, or keep only its beginning (truncate=True in Python, --truncate on the command line)."
                 )
             warnings.warn(f"prompt {i} was cut to its first {max_length} of {len(ids)} tokens.", stacklevel=2)
             encoded[i] = ids[:max_length]
@@ -102,12 +103,21 @@ def batches(encoded: Sequence[list[int]], size: int, *, pad: bool, device: torch
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """The literal text of each token; its piece where a token is part of a character, its id without a tokenizer."""
+    """The literal text of each token; its bytes where it is part of a character, its id without a tokenizer."""
     if tokenizer is None:
         return [str(i) for i in ids]
     unique = {i: tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in set(ids)}
-    pieces = {i: tokenizer.convert_ids_to_tokens(i) for i, text in unique.items() if "�" in text or not text}
+    broken = {i for i, text in unique.items() if "�" in text or not text}
+    pieces = {i: _piece_text(tokenizer.convert_ids_to_tokens(i)) for i in broken}
     return [pieces.get(i, unique[i]) for i in ids]
+
+
+def _piece_text(piece: str) -> str:
+    """A piece of the byte-level alphabet as text, what is no whole character as ``\\xe2``; other pieces as they are."""
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    if not all(character in byte_of for character in piece):
+        return piece
+    return bytes(byte_of[character] for character in piece).decode("utf-8", errors="backslashreplace")
 
 
 def _split(prompts: Prompts) -> list[Any]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from resinspect.anatomy import Site
 from resinspect.errors import CaptureError
 from resinspect.families import Event, Layout
-from resinspect.hooks.geometry import chunks, measure_readers, measure_terms, measure_writes
+from resinspect.hooks.geometry import chunks, lengths, measure_readers, measure_terms, measure_writes
 from resinspect.hooks.prompts import Batch
 from resinspect.hooks.terms import push_terms
 from resinspect.program import COEFFICIENT, COEFFICIENT_PATHS, Native, Unroll, one_hot, solve
@@ -38,7 +38,7 @@ class Recorder:
         self._measured: dict[str, list[Tensor]] = defaultdict(list)
         self._hidden: list[Tensor] = []
         self._written = self._read = self._in_group = 0
-        self._writes = self._group = self._weight = self._magnitude = None
+        self._writes = self._norms = self._group = self._weight = self._magnitude = None
         self._programs: list[tuple[Unroll, Tensor]] = []
         self._online = method == "replay" and layout.connection.carrier == COEFFICIENT
 
@@ -85,6 +85,7 @@ class Recorder:
             result |= self._solve_all() if self.method == "solve" else self._push_terms()
         result |= {name: torch.cat(parts, dim=1) for name, parts in self._measured.items()}
         result |= measure_writes(self._writes, gram="gram" in self.keep)
+        result["source_norm"] = self._norms.to(self._weight.dtype)
         if "hidden" in self.keep:
             result |= {"reader_hidden": torch.stack(self._hidden, dim=1), "source_hidden": self._writes}
         return result
@@ -94,6 +95,7 @@ class Recorder:
         if self._writes is None:
             self._allocate(value)
         self._writes[:, event.index] = value
+        self._norms[:, event.index] = lengths(value)
         self._written += 1
 
     def _on_reader(self, event: Event, value: Tensor) -> None:
@@ -145,7 +147,7 @@ class Recorder:
         self._in_group = 0
 
     def _measure(self, writes: Tensor, inputs: Tensor, weight: Tensor, magnitude: Tensor, *, first: int) -> None:
-        measured = measure_readers(writes, inputs, weight, magnitude)
+        measured = measure_readers(writes, self._norms[:, : writes.shape[1]], inputs, weight, magnitude)
         cross = measured.pop("cross")
         if "cross" in self.keep:
             self._measured["cross"].append(self._within_reach(cross, first))
@@ -195,6 +197,7 @@ class Recorder:
         kind = torch.float64 if value.dtype == torch.float64 else torch.float32
         group = min(readers, READERS_AT_ONCE) if self._online else readers
         self._writes = value.new_empty(tokens, sources, width)
+        self._norms = value.new_empty(tokens, sources, dtype=torch.float64)
         self._group = value.new_empty(tokens, group, width)
         self._weight = torch.full((tokens, readers, sources), torch.nan, dtype=kind, device=value.device)
         if self._online:

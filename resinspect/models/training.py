@@ -170,8 +170,10 @@ def _last_checkpoint(folder: Path) -> str | None:
 def _read_sections(path: Path) -> dict[str, Any]:
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise OptionError(f"recipe {path} cannot be read as TOML: {error}.") from error
+    except OSError as error:
+        raise OptionError(f"recipe {path} cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise OptionError(f"recipe {path} is not TOML: {error}.") from error
     for name, value in sections.get("data", {}).items():
         sections["data"][name] = (path.parent / value).resolve()
     if "extends" not in sections:

@@ -1,4 +1,4 @@
-"""Full Attention Residuals (arXiv 2603.15031, section 3; systems.md 3.1, 4): softmax attention over depth."""
+"""Full Attention Residuals (arXiv 2603.15031, section 3): softmax attention over depth."""
 
 from collections.abc import Sequence
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Block Attention Residuals (arXiv 2603.15031, section 3.2; systems.md 3.2): depth attention over block sums."""
+"""Block Attention Residuals (arXiv 2603.15031, section 3.2): depth attention over block sums."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""DeepCrossAttention (arXiv 2502.06785; systems.md 5): gated sums over the outputs of whole layers, per channel."""
+"""DeepCrossAttention (arXiv 2502.06785): gated sums over the outputs of whole layers, per channel."""
 
 from typing import ClassVar
 

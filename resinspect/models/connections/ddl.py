@@ -1,4 +1,4 @@
-"""Deep Delta Learning with one value channel (arXiv 2601.00417; systems.md 7): erase along a direction, then write."""
+"""Deep Delta Learning with one value channel (arXiv 2601.00417): erase along a direction, then write."""
 
 import math
 

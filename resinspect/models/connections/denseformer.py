@@ -1,4 +1,4 @@
-"""DenseFormer (arXiv 2402.02622; systems.md 2): static weighted averages over the outputs of whole layers."""
+"""DenseFormer (arXiv 2402.02622): static weighted averages over the outputs of whole layers."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Hyper-Connections, static and dynamic (arXiv 2409.19606; systems.md 6.1): n parallel residual streams."""
+"""Hyper-Connections, static and dynamic (arXiv 2409.19606): n parallel residual streams."""
 
 from typing import ClassVar
 

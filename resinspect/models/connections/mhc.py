@@ -1,4 +1,4 @@
-"""Manifold-constrained Hyper-Connections (arXiv 2512.24880; systems.md 6.2): streams mixed by Sinkhorn-Knopp."""
+"""Manifold-constrained Hyper-Connections (arXiv 2512.24880): streams mixed by Sinkhorn-Knopp."""
 
 import math
 from typing import ClassVar

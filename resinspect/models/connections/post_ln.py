@@ -1,4 +1,4 @@
-"""Post-LN (Vaswani et al. 2017; systems.md 1.2): the norm is on the carry, so W holds given its statistics."""
+"""Post-LN (Vaswani et al. 2017): the norm is on the carry, so W holds given its statistics."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Pre-LN (systems.md 1.1): every reader is the plain sum of all earlier writes, W = 1."""
+"""Pre-LN: every reader is the plain sum of all earlier writes, W = 1."""
 
 from resinspect.program import Connection
 

@@ -1,4 +1,4 @@
-"""Sandwich norm (CogView, Gemma; systems.md 1.3): a second norm on each write, then the plain sum, W = 1."""
+"""Sandwich norm (CogView, Gemma): a second norm on each write, then the plain sum, W = 1."""
 
 from resinspect.models.connections.pre_ln import PreLN
 

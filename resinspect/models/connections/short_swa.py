@@ -1,4 +1,4 @@
-"""ShortSWA (arXiv 2603.16039; systems.md 8): the sequence-axis counterpart of attention over depth."""
+"""ShortSWA (arXiv 2603.16039): the sequence-axis counterpart of attention over depth."""
 
 from typing import ClassVar
 
