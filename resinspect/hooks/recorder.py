@@ -15,7 +15,7 @@ from resinspect.program import COEFFICIENT, COEFFICIENT_PATHS, Native, Unroll, o
 
 WILD = 0.05
 """A map that misses more than this share of a reader's input by more than rounding is wrong, not inexact."""
-READERS_AT_ONCE = 6
+READERS_AT_ONCE = 4
 """Reader inputs held back to be measured together: more is faster, fewer keeps memory near that of the writes."""
 
 
@@ -30,7 +30,14 @@ class Recorder:
         batch: Says which places of ``(batch, token)`` are real tokens.
         method: ``"replay"`` or ``"solve"``.
         keep: Optional groups: ``"gram"``, ``"cross"``, ``"natives"``, ``"hidden"``.
+
+    Attributes:
+        dtype: In which the model formed its residual, once it ran.
+        width: Channels of the residual, once it ran.
     """
+
+    dtype: torch.dtype
+    width: int
 
     def __init__(self, layout: Layout, batch: Batch, method: str, keep: frozenset[str]) -> None:
         self.layout, self.batch, self.method, self.keep = layout, batch, method, keep
@@ -41,16 +48,6 @@ class Recorder:
         self._writes = self._norms = self._group = self._weight = self._magnitude = None
         self._programs: list[tuple[Unroll, Tensor]] = []
         self._online = method == "replay" and layout.connection.carrier == COEFFICIENT
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which the model formed its residual."""
-        return self._writes.dtype
-
-    @property
-    def width(self) -> int:
-        """Channels of the residual."""
-        return self._writes.shape[-1]
 
     def receive(self, event: Event, value: Tensor) -> None:
         """Take one event; ``value`` is ``(batch, token, ...)`` and is copied."""
@@ -83,11 +80,14 @@ class Recorder:
             self._flush()
         else:
             result |= self._solve_all() if self.method == "solve" else self._push_terms()
+        self._group = None
         result |= {name: torch.cat(parts, dim=1) for name, parts in self._measured.items()}
+        self._measured.clear()
         result |= measure_writes(self._writes, gram="gram" in self.keep)
         result["source_norm"] = self._norms.to(self._weight.dtype)
         if "hidden" in self.keep:
             result |= {"reader_hidden": torch.stack(self._hidden, dim=1), "source_hidden": self._writes}
+        self._writes = None  # as large as everything else together
         return result
 
     def _on_source(self, event: Event, value: Tensor) -> None:
@@ -193,6 +193,7 @@ class Recorder:
 
     def _allocate(self, value: Tensor) -> None:
         tokens, width = value.shape
+        self.dtype, self.width = value.dtype, width
         sources, readers = len(self.layout.anatomy.sources), len(self.layout.anatomy.readers)
         kind = torch.float64 if value.dtype == torch.float64 else torch.float32
         group = min(readers, READERS_AT_ONCE) if self._online else readers
