@@ -1,9 +1,11 @@
 """Validation loss of every bundled checkpoint, from its stored file: the table of data/README.md.
 
 Each document is cut into windows of the model's context and each window is scored by itself. The interval is a
-bootstrap over documents. Usage: python data/evaluate_checkpoints.py
+bootstrap over documents. Usage: python data/evaluate_checkpoints.py [NAME ...]; pre_ln, which the others are compared
+with, is always among them. About half a minute for each checkpoint.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +53,12 @@ def main() -> None:
     """Print one table row per checkpoint."""
     texts = [document["text"] for document in read_documents(CORPUS)]
     scored, size = {}, {}
-    for name in ri.bundled():
+    for name in dict.fromkeys(["pre_ln", *(sys.argv[1:] or ri.bundled())]):
         model, tokenizer = ri.load(name)
         cut = windows(texts, tokenizer, model.config.max_position_embeddings)
         scored[name] = losses(model, cut, len(texts))
         size[name] = sum(p.numel() for n, p in model.named_parameters() if n.startswith("connection."))
-    print("| checkpoint | routing parameters | validation loss | 95 % interval | minus pre_ln (paired) |")
+    print("| checkpoint | routing parameters | validation loss | 95 % interval | minus `pre_ln`, paired by document |")
     print("|---|---:|---:|---|---|")
     base = scored["pre_ln"]
     for name, total in scored.items():
