@@ -121,6 +121,21 @@ def test_activation_checkpointing_does_not_change_gradients(case):
     assert len(expected) == sum(1 for _ in model.parameters()), "a parameter without gradient has no effect"
 
 
+@every_case
+def test_every_routing_parameter_learns_from_the_start(case):
+    """An initialisation at which a gradient is exactly zero: DCA's dynamic weights behind a ReLU at zero, say."""
+    model = build(case, "init").train()
+    ids = torch.tensor([prompts_for(model)[0]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    start = {n: p.detach().clone() for n, p in model.named_parameters() if n.startswith("connection.")}
+    for _ in range(3):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    still = [n for n, p in model.named_parameters() if n in start and torch.equal(p, start[n])]
+    assert not still
+
+
 def test_arguments_are_honoured_or_refused():
     """A cache under its old name ignored in silence, which gives wrong logits; a tuple asked for and not given."""
     model = build(NAMED["attnres"], "random")

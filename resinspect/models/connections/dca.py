@@ -65,7 +65,8 @@ class DCA(Connection):
         gate = self.bias[layer].expand(*slots[0].shape[:2], *self.bias[layer].shape)
         if self.grn == "v3":
             dynamic = torch.stack([slot @ self.weight[layer].mT for slot in slots], dim=-1)
-            gate = gate + dynamic.relu()[..., None]
+            # ReLU, but with slope 1 at 0: with torch's slope 0 there, weights that start at zero would never learn.
+            gate = gate + dynamic.clamp_min(0)[..., None]
         return {"gate": gate}
 
     def start(self, carrier: Carrier, embedding: Tensor) -> Stack:
