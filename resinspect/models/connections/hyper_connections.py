@@ -10,7 +10,38 @@ from resinspect.anatomy import Site
 from resinspect.program import Carrier, Connection, Native
 
 
-class HyperConnections(Connection):
+class Streams(Connection):
+    """The linear part of n parallel streams: read ``sum_n pre_n X_n``, then ``X' = mix X + post v``, at last their sum.
+
+    Attributes:
+        streams: Number of streams n.
+    """
+
+    natives: ClassVar[dict[str, tuple[str, ...]]] = {kind: ("pre", "post", "mix") for kind in ("attn", "mlp")}
+    native_dims: ClassVar[dict[str, tuple[str, ...]]] = {
+        "pre": ("stream",),
+        "post": ("stream",),
+        "mix": ("stream", "stream2"),
+    }
+
+    streams: int
+
+    def start(self, carrier: Carrier, embedding: Tensor) -> Tensor:
+        """Every stream starts as the embedding: ``(..., n, *slot)``."""
+        return carrier.expand(embedding, self.streams)
+
+    def read(self, carrier: Carrier, state: Tensor, site: Site, native: Native) -> tuple[tuple[Tensor, ...], Tensor]:
+        """A weighted sum of streams; at the final readout their plain sum."""
+        if site.kind == "final":
+            return (carrier.collapse(state),), state
+        return (carrier.mix(native["pre"].unsqueeze(-2), state).squeeze(-carrier.features - 1),), state
+
+    def write(self, carrier: Carrier, state: Tensor, site: Site, native: Native, value: Tensor) -> Tensor:
+        """Mix the streams, then add the write to each."""
+        return carrier.mix(native["mix"], state) + carrier.outer(native["post"], value)
+
+
+class HyperConnections(Streams):
     """Each site reads ``sum_n pre_n X_n`` and the streams become ``X' = mix X + post v``; the readout sums the streams.
 
     In the paper's symbols ``pre = A_m``, ``mix = A_r^T`` and ``post = B``. With ``dynamic`` each stream adds
@@ -24,13 +55,6 @@ class HyperConnections(Connection):
         dynamic: Whether weights depend on the token.
         eps: Added to the mean square in the norm of each stream.
     """
-
-    natives: ClassVar[dict[str, tuple[str, ...]]] = {kind: ("pre", "post", "mix") for kind in ("attn", "mlp")}
-    native_dims: ClassVar[dict[str, tuple[str, ...]]] = {
-        "pre": ("stream",),
-        "post": ("stream",),
-        "mix": ("stream", "stream2"),
-    }
 
     def __init__(
         self, *, num_sites: int, hidden_size: int, streams: int = 4, dynamic: bool = True, eps: float = 1e-6
@@ -83,17 +107,3 @@ class HyperConnections(Connection):
             "post": self.scale_beta[i] * raw[..., 1] + self.post[i],
             "mix": (self.scale_alpha[i] * raw[..., 2:] + self.mix[i]).mT,
         }
-
-    def start(self, carrier: Carrier, embedding: Tensor) -> Tensor:
-        """Every stream starts as the embedding: ``(..., n, *slot)``."""
-        return carrier.expand(embedding, self.streams)
-
-    def read(self, carrier: Carrier, state: Tensor, site: Site, native: Native) -> tuple[tuple[Tensor, ...], Tensor]:
-        """A weighted sum of streams; at the final readout their plain sum."""
-        if site.kind == "final":
-            return (carrier.collapse(state),), state
-        return (carrier.mix(native["pre"].unsqueeze(-2), state).squeeze(-carrier.features - 1),), state
-
-    def write(self, carrier: Carrier, state: Tensor, site: Site, native: Native, value: Tensor) -> Tensor:
-        """Mix the streams, then add the write to each."""
-        return carrier.mix(native["mix"], state) + carrier.outer(native["post"], value)

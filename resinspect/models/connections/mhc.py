@@ -1,17 +1,17 @@
 """Manifold-constrained Hyper-Connections (arXiv 2512.24880): streams mixed by Sinkhorn-Knopp."""
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from resinspect.anatomy import Site
-from resinspect.program import Carrier, Connection, Native
+from resinspect.models.connections.hyper_connections import Streams
+from resinspect.program import Native
 
 
-class MHC(Connection):
+class MHC(Streams):
     """Each site reads ``sum_n pre_n X_n`` and the streams become ``X' = mix X + post v``; the readout sums the streams.
 
     All weights come from one RMS norm over all streams together: ``pre = sigmoid``, ``post = 2 sigmoid``, ``mix`` =
@@ -26,13 +26,6 @@ class MHC(Connection):
         diagonal: Logit of each stream's own weight in ``mix`` at the start; the others start at 0.
         eps: Added to the mean square in the joint norm.
     """
-
-    natives: ClassVar[dict[str, tuple[str, ...]]] = {kind: ("pre", "post", "mix") for kind in ("attn", "mlp")}
-    native_dims: ClassVar[dict[str, tuple[str, ...]]] = {
-        "pre": ("stream",),
-        "post": ("stream",),
-        "mix": ("stream", "stream2"),
-    }
 
     def __init__(
         self,
@@ -77,20 +70,6 @@ class MHC(Connection):
             "post": 2 * post.sigmoid().to(state.dtype),
             "mix": sinkhorn(mix.unflatten(-1, (n, n)), self.iterations).to(state.dtype),
         }
-
-    def start(self, carrier: Carrier, embedding: Tensor) -> Tensor:
-        """Every stream starts as the embedding: ``(..., n, *slot)``."""
-        return carrier.expand(embedding, self.streams)
-
-    def read(self, carrier: Carrier, state: Tensor, site: Site, native: Native) -> tuple[tuple[Tensor, ...], Tensor]:
-        """A weighted sum of streams; at the final readout their plain sum."""
-        if site.kind == "final":
-            return (carrier.collapse(state),), state
-        return (carrier.mix(native["pre"].unsqueeze(-2), state).squeeze(-carrier.features - 1),), state
-
-    def write(self, carrier: Carrier, state: Tensor, site: Site, native: Native, value: Tensor) -> Tensor:
-        """Mix the streams, then add the write to each."""
-        return carrier.mix(native["mix"], state) + carrier.outer(native["post"], value)
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
