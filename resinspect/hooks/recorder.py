@@ -15,7 +15,7 @@ from resinspect.program import COEFFICIENT, COEFFICIENT_PATHS, Native, Unroll, o
 
 WILD = 0.05
 """A map that misses more than this share of a reader's input by more than rounding is wrong, not inexact."""
-READERS_AT_ONCE = 4
+READERS_AT_ONCE = 5
 """Reader inputs held back to be measured together: more is faster, fewer keeps memory near that of the writes."""
 
 
