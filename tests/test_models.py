@@ -83,7 +83,7 @@ def test_hook_names_are_steady(case):
     for site in model.anatomy.sites:
         where = "final" if site.kind == "final" else f"layers.{site.layer}.{site.kind}"
         names = [f"hook_read_{view}" if view else "hook_read" for view in site.views]
-        names += [f"hook_extra_{name}" for name in site.extras]
+        names += [f"hook_extra_{name}" for name in model.site_module(site).extra_names]
         names += [f"hook_native_{name}" for name in NATIVES.get(case.connection, {}).get(site.kind, ())]
         expected |= {f"{where}.{name}" for name in [*names, *(["hook_write"] if site.kind != "final" else [])]}
     # A native that does not exist at a site (no average due, a single source) is not emitted there.

@@ -4,15 +4,17 @@ from torch import nn
 
 from resinspect.errors import CaptureError
 from resinspect.families import plain, reference
-from resinspect.families.layout import Event, Layout, Recognise, Tap
+from resinspect.families.layout import Event, Family, Layout, Seen, Tap
 from resinspect.families.named import Sublayers, name_layout
 
-FAMILIES: dict[str, Recognise] = {
-    "reference": reference.recognise,
-    "plain": plain.recognise,
+FAMILIES: dict[str, Family] = {
+    "reference": Family(
+        reference.recognise, "a connection of resinspect.models", "scalar per token", "attn, mlp", 1e-5
+    ),
+    "plain": Family(plain.recognise, "h + v", "static scalar", "attn, mlp", 1e-6),
 }
 
-__all__ = ["FAMILIES", "Event", "Layout", "Sublayers", "Tap", "find_layout", "name_layout"]
+__all__ = ["FAMILIES", "Event", "Family", "Layout", "Seen", "Sublayers", "Tap", "find_layout", "name_layout"]
 
 
 def find_layout(model: nn.Module) -> Layout:
@@ -21,8 +23,8 @@ def find_layout(model: nn.Module) -> Layout:
     Raises:
         CaptureError: If no family recognises it; the message says what was found and how to name sublayers.
     """
-    for recognise in FAMILIES.values():
-        if layout := recognise(model):
+    for family in FAMILIES.values():
+        if layout := family.recognise(model):
             return layout
     raise CaptureError(
         f"{type(model).__name__} belongs to no known family ({', '.join(FAMILIES)}); {_layers_of(model)} "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -27,24 +27,34 @@ class Event:
     name: str = ""
 
 
+class Seen(NamedTuple):
+    """One call of a module, as a hook sees it; ``output`` is None on the input side."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """Where an event is seen: the input or output of a module.
+    """Where an event is seen: a call of a module, before or after it ran.
 
     Attributes:
         path: Name of the module, for messages.
         module: The module.
-        side: Which side of it.
+        side: Before (``"input"``) or after (``"output"``).
         event: What is seen there.
-        pick: Takes the tensor ``(batch, token, ...)`` from the first input or from the output; by default the
-            value itself, or the first item of a tuple.
+        pick: Takes or computes the tensor ``(batch, token, ...)``; by default the first input or the output, or the
+            first item of an output tuple.
+        call: Which call of the module in one forward pass, where it runs more than once.
     """
 
     path: str
     module: nn.Module
     side: Literal["input", "output"]
     event: Event
-    pick: Callable[[Any], Tensor] | None = None
+    pick: Callable[[Seen], Tensor] | None = None
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Layout:
         connection: The linear program that replays it; None where only ``method="solve"`` is possible.
         write_definition: What counts as a write.
         source_definition: What source 0 is.
+        routing: Names of the parameters that decide the routing.
     """
 
     family: str
@@ -68,7 +79,30 @@ class Layout:
     connection: Connection | None
     write_definition: str
     source_definition: str
+    routing: tuple[str, ...] = ()
 
 
 Recognise = Callable[[nn.Module], Layout | None]
-"""A family: the layout of a model, or None if the model is not one of its own."""
+"""The layout of a model, or None if the model is not of the family."""
+
+Weight = Literal["static scalar", "scalar per token", "per channel", "conditional", "solved"]
+"""Class of W: the same for all tokens; one number per token; one per channel; given the statistics of norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A row of the table of families.
+
+    Attributes:
+        recognise: Looks at a model's structure, never at its class name alone.
+        scheme: What its residual does, in a few words.
+        weight: Class of its W.
+        readers: Its readers within a layer.
+        error: Largest relative error that tests reached in float32, rounded up.
+    """
+
+    recognise: Recognise
+    scheme: str
+    weight: Weight
+    readers: str
+    error: float

@@ -38,5 +38,5 @@ def _taps(model: ResidualLM) -> Iterator[Tap]:
         if site.kind != "final":
             write, *extras = model.anatomy.sources_of(site)
             yield tap(f"{where}.hook_write", Event("source", write))
-            for name, extra in zip(site.extras, extras, strict=True):
+            for name, extra in zip(module.extra_names, extras, strict=True):
                 yield tap(f"{where}.hook_extra_{name}", Event("source", extra))

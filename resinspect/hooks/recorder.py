@@ -117,17 +117,15 @@ class Recorder:
     def _advance(self, reader: int) -> None:
         """At the first input of a site, run the program up to it and store the rows of all its inputs.
 
-        The write of the site before comes only now: its natives may follow the write itself.
+        The writes of earlier sites come only now: their natives may follow the write itself.
         """
         anatomy = self.layout.anatomy
-        site = next(s for s in anatomy.sites if reader in anatomy.readers_of(s))
+        site = anatomy.site_of(reader)
         if reader != anatomy.readers_of(site)[0]:
             return
-        native = self._native(site)
         for unroll, rows in self._programs:
-            if site.index > 0:
-                unroll.write(self._native(anatomy.sites[site.index - 1]))
-            for index, row in zip(anatomy.readers_of(site), unroll.read(native), strict=True):
+            slots = unroll.read_at(site, self._native)
+            for index, row in zip(anatomy.readers_of(site), slots, strict=True):
                 prefix = anatomy.readers[index].prefix
                 rows[:, index, :prefix] = row[..., :prefix]
 
@@ -215,8 +213,8 @@ class Recorder:
         if event.index != index:
             happened = "ran a second time" if event.index < index else "ran out of order"
             raise CaptureError(
-                f"{self._name(event)} {happened} in one forward pass; shared, looped or reordered modules are not "
-                "supported by this layout."
+                f"{self._name(event)} {happened} in one forward pass; shared, looped or reordered modules need a "
+                "layout that says so."
             )
 
     def _name(self, event: Event) -> str:

@@ -35,7 +35,7 @@ class HookedSite(nn.Module):
         if site.kind != "final":
             self.post_norm = norm() if connection.post_norm else nn.Identity()
             self.hook_write = HookPoint()
-        for name in site.extras:
+        for name in self.extra_names:
             self.add_module(f"hook_extra_{name}", HookPoint())
 
     @property
@@ -43,14 +43,19 @@ class HookedSite(nn.Module):
         """Names of this site's reader hook points, in the order of its views."""
         return [f"hook_read_{view}" if view else "hook_read" for view in self.site.views]
 
+    @property
+    def extra_names(self) -> list[str]:
+        """Names of the sources that come with the write, without those of the sublayer."""
+        return [name.rpartition(".")[2] for name in self.site.writes[1:]]
+
     def emit(self, native: Native) -> Native:
         """Pass natives through their hook points, where they can be seen and replaced."""
         return {name: self.get_submodule(f"hook_native_{name}")(value) for name, value in native.items()}
 
     def emit_extras(self, extras: tuple[Tensor, ...]) -> list[Tensor]:
         """Pass the sources that come with the write through their hook points."""
-        names = self.site.extras
-        return [self.get_submodule(f"hook_extra_{name}")(x) for name, x in zip(names, extras, strict=True)]
+        points = (self.get_submodule(f"hook_extra_{name}") for name in self.extra_names)
+        return [point(value) for point, value in zip(points, extras, strict=True)]
 
     def normed(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Pass reader inputs ``(batch, token, d)`` through their hook points and norm each."""

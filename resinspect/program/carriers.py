@@ -69,6 +69,10 @@ class Carrier:
         """``weight * slot`` with one weight per channel, ``(..., d)``."""
         return self._per_channel(weight, "a weight per channel") * slot
 
+    def project(self, matrix: Tensor, slot: Tensor) -> Tensor:
+        """``matrix @ slot`` over channels, with one matrix ``(m, d)`` for all tokens."""
+        return slot @ self._on_vectors(matrix, "a projection").mT
+
     def normalise(self, slot: Tensor, rstd: Tensor, gain: Tensor, *, centre: bool = False) -> Tensor:
         """A norm on the carry with frozen statistics: ``(slot - mean) * rstd * gain``; rstd ``(...)``, gain ``(d)``."""
         gain = self._per_channel(gain, "a norm on the carry")
@@ -88,10 +92,13 @@ class Carrier:
         return weight[(..., *(None,) * self.features)]
 
     def _per_channel(self, weight: Tensor, what: str) -> Tensor:
+        weight = self._on_vectors(weight, what)
+        return weight if self.features == 1 else weight.unsqueeze(-2)
+
+    def _on_vectors(self, weight: Tensor, what: str) -> Tensor:
         if self.name == "coefficient":
             raise CarrierError(f"{what} cannot run on coefficients; run the program on the term carrier.")
-        weight = weight.abs() if self.paths else weight
-        return weight if self.features == 1 else weight.unsqueeze(-2)
+        return weight.abs() if self.paths else weight
 
 
 VECTOR = Carrier("vector", 1)

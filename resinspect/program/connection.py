@@ -61,8 +61,6 @@ class Connection(nn.Module):
         """The site's inputs, one slot per view, and the state."""
         return (state,) * len(site.views), state
 
-    def write(
-        self, carrier: Carrier, state: State, site: Site, native: Native, value: Tensor, *extras: Tensor
-    ) -> State:
-        """The state after the site wrote ``value``, together with its extras."""
-        return state + value
+    def write(self, carrier: Carrier, state: State, site: Site, native: Native, *values: Tensor) -> State:
+        """The state after the site wrote ``values``: its write first, then the extras that come with it."""
+        return sum(values, state)

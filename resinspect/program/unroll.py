@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from resinspect.anatomy import Anatomy
+from resinspect.anatomy import Anatomy, Site
 from resinspect.program.carriers import Carrier
 from resinspect.program.connection import Connection, Native
 
@@ -47,20 +47,29 @@ class Unroll:
     def __init__(self, connection: Connection, anatomy: Anatomy, carrier: Carrier, source: SourceSlot) -> None:
         self.connection, self.anatomy, self.carrier, self.source = connection, anatomy, carrier, source
         self.state = connection.start(carrier, source(0))
-        self._next = 0
+        self._next, self._writing = 0, False
         self._native: Native = {}
+
+    def read_at(self, site: Site, native_of: Callable[[Site], Native]) -> tuple[Tensor, ...]:
+        """Run on to a site, through all writes before it, and form its inputs."""
+        while self._next < site.index:
+            if self._writing:
+                self.write(native_of(self.anatomy.sites[self._next]))
+            else:
+                self.read(native_of(self.anatomy.sites[self._next]))
+        return self.read(native_of(site))
 
     def read(self, native: Native) -> tuple[Tensor, ...]:
         """Form the next site's inputs; natives of its write may follow with ``write``."""
         site = self.anatomy.sites[self._next]
         rows, self.state = self.connection.read(self.carrier, self.state, site, native)
-        self._native = native
+        self._native, self._writing = native, True
         return rows
 
     def write(self, native: Native | None = None) -> None:
-        """Write that site's source into the state and move on to the next site."""
+        """Write that site's sources into the state and move on to the next site."""
         site = self.anatomy.sites[self._next]
         values = map(self.source, self.anatomy.sources_of(site))
         native = self._native | (native or {})
         self.state = self.connection.write(self.carrier, self.state, site, native, *values)
-        self._next += 1
+        self._next, self._writing = self._next + 1, False
