@@ -74,7 +74,9 @@ class MHC(Streams):
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """Doubly stochastic matrices ``(..., n, n)`` from logits: columns normed first, rows last, in log space."""
+    # Tokens last while it iterates: sums over a dimension of n are slow when that is the one in memory order.
+    logits = logits.movedim((-2, -1), (0, 1)).contiguous()
     for _ in range(iterations):
-        logits = logits - logits.logsumexp(-2, keepdim=True)
-        logits = logits - logits.logsumexp(-1, keepdim=True)
-    return logits.exp()
+        logits = logits - logits.logsumexp(0, keepdim=True)
+        logits = logits - logits.logsumexp(1, keepdim=True)
+    return logits.movedim((0, 1), (-2, -1)).exp()
