@@ -151,3 +151,22 @@ def test_a_lost_write_is_not_exact(tiny, monkeypatch):
         except CaptureError:
             verdict = "refused"
     assert verdict in ("off", "refused")
+
+
+@every_tiny
+def test_decoding_with_a_cache_appends_the_rows_of_the_full_forward(tiny):
+    """Rows of a decode step taken from the wrong position, or a cache that changes what is read."""
+    if not tiny.causal:
+        pytest.skip("not a decoder")
+    model = built(tiny)
+    decoded = captured(model, PROMPTS[:2], max_new_tokens=3)
+    assert ri.fidelity_summary(decoded)["verdict"] == "exact"
+    for i, prompt in enumerate(PROMPTS[:2]):
+        mine = ri.select(decoded, samples=[i])
+        assert mine["token_id"].values.tolist()[: len(prompt)] == prompt
+        assert mine["position"].values.tolist() == list(range(len(prompt) + 3))
+        full = captured(model, [mine["token_id"].values.tolist()])
+        for name in ("weight", "reader_norm", "loss"):
+            expected = full[name].values
+            size = np.nanmax(np.abs(expected), initial=1.0)
+            np.testing.assert_allclose(mine[name].values, expected, atol=1e-4 * size, rtol=1e-4, err_msg=name)

@@ -29,6 +29,7 @@ def capture(
     sublayers: Sublayers | None = None,
     final: str | None = None,
     truncate: bool = False,
+    max_new_tokens: int = 0,
 ) -> xr.Dataset:
     """Capture the routing map of a model on prompts.
 
@@ -45,6 +46,7 @@ def capture(
         sublayers: ``(write module, reader module)`` paths of a module of no known family; ``*`` is a layer number.
         final: Path of the module that reads the final residual; goes with ``sublayers``.
         truncate: Cut prompts that are longer than the model's context, with a warning, instead of refusing them.
+        max_new_tokens: Go on greedily by so many tokens, with the model's key-value cache; they are captured too.
 
     Returns:
         A trace; ``ri.verdict`` says for each reader whether it is exact.
@@ -64,6 +66,7 @@ def capture(
         sublayers=sublayers,
         final=final,
         truncate=truncate,
+        max_new_tokens=max_new_tokens,
     )
     return concat(list(parts))
 
@@ -79,6 +82,7 @@ def capture_batches(
     sublayers: Sublayers | None = None,
     final: str | None = None,
     truncate: bool = False,
+    max_new_tokens: int = 0,
 ) -> Iterator[xr.Dataset]:
     """As ``capture``, one trace per batch as it is ready: for prompts whose trace does not fit in memory."""
     kept = frozenset(keep)
@@ -86,14 +90,16 @@ def capture_batches(
         raise OptionError(f"keep has {', '.join(sorted(unknown))}; allowed are {', '.join(KEEP)}.")
     if batch_size < 1:
         raise OptionError(f"batch_size is {batch_size}; it must be at least 1.")
+    if max_new_tokens < 0:
+        raise OptionError(f"max_new_tokens is {max_new_tokens}; it must be at least 0.")
     model = unwrapped(model)
     layout = name_layout(model, sublayers, _final(final)) if sublayers is not None else find_layout(model)
     run = Run(model, layout, _method(method, layout), tokenizer, kept)
-    encoded = encode_prompts(prompts, tokenizer, max_length=run.context, vocab_size=run.vocab_size, truncate=truncate)
+    room = run.context and run.context - max_new_tokens
+    encoded = encode_prompts(prompts, tokenizer, max_length=room, vocab_size=run.vocab_size, truncate=truncate)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return (
-        run.trace(batch) for batch in batches(encoded, batch_size, pad="attention_mask" in run.accepts, device=device)
-    )
+    pad = "attention_mask" in run.accepts and not max_new_tokens
+    return (run.trace(batch, max_new_tokens) for batch in batches(encoded, batch_size, pad=pad, device=device))
 
 
 def _method(method: str, layout: Layout) -> str:

@@ -25,16 +25,23 @@ class Batch:
         ids: ``(batch, token)``.
         mask: ``(batch, token)``, True for real tokens.
         first_sample: Number of the first prompt among all.
+        past: Tokens of each prompt that ran before, where the model goes on from its cache.
     """
 
     ids: Tensor
     mask: Tensor
     first_sample: int
+    past: int = 0
 
     @property
     def positions(self) -> Tensor:
         """Position of each token within its own prompt, ``(batch, token)``; 0 at padding."""
-        return (self.mask.long().cumsum(-1) - 1).clamp(min=0)
+        return (self.mask.long().cumsum(-1) - 1).clamp(min=0) + self.past
+
+    def followed_by(self, ids: Tensor) -> "Batch":
+        """The next token ``(batch,)`` of each prompt as a batch of its own; this batch must not be padded."""
+        past = self.past + self.ids.shape[1]
+        return Batch(ids[:, None], torch.ones_like(ids[:, None], dtype=torch.bool), self.first_sample, past)
 
     @property
     def padded(self) -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import platform
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -21,6 +22,11 @@ from resinspect.hooks.prompts import Batch, token_texts
 from resinspect.hooks.recorder import WILD, Recorder
 from resinspect.hooks.taps import attached, evaluating
 from resinspect.trace import build_trace, fidelity_summary
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""Of the key-value cache, among a model's arguments and outputs; the second is the older name."""
+Step = tuple[Recorder, dict[str, Any], dict[str, Any]]
+"""What one forward pass leaves: its recorder, arrays with leading dimension token, and labels of the tokens."""
 
 
 @dataclass
@@ -48,8 +54,47 @@ class Run:
         self.vocab_size = getattr(self.config, "vocab_size", None) or _embedded_ids(self.model)
         self.fingerprint = fingerprint(self.model)
 
-    def trace(self, batch: Batch) -> xr.Dataset:
-        """Run the forward pass of one batch and build its trace."""
+    def trace(self, batch: Batch, new_tokens: int = 0) -> xr.Dataset:
+        """Run one batch, go on greedily by ``new_tokens`` with the model's cache, and build the trace of all of it."""
+        steps = list(self._steps(batch, new_tokens))
+        recorder, arrays, tokens = steps[0] if len(steps) == 1 else _by_prompt(steps)
+        anatomy = self.layout.anatomy
+        trace = build_trace(
+            arrays,
+            readers=anatomy.readers,
+            sources=anatomy.sources,
+            tokens=tokens,
+            coords={"site": [s.name for s in anatomy.sites]} if any(n.startswith("native_") for n in arrays) else None,
+            attrs=self._attributes(recorder),
+        )
+        self._warn_vacuous(recorder)
+        return _refuse_wild(trace)
+
+    def _steps(self, batch: Batch, new_tokens: int) -> Iterator[Step]:
+        """One forward pass over the prompts, then one for each new token."""
+        cache = None
+        for left in range(new_tokens, -1, -1):
+            recorder, output = self._forward(batch, cache, use_cache=new_tokens > 0)
+            logits, following = _logits(output), None
+            if left:
+                cache = _cache(output)
+                if logits is None or cache is None:
+                    raise CaptureError(
+                        f"{type(self.model).__name__} gives no logits or no key-value cache to go on from; "
+                        "capture it with max_new_tokens=0."
+                    )
+                following = logits[:, -1].argmax(-1)
+            with torch.no_grad(), _full_precision(batch.ids.device):
+                variables: dict[str, Any] = recorder.finish()
+                variables |= self._predictions(batch, logits, following)
+            arrays = {name: _numpy(value) for name, value in variables.items()}
+            if "natives" in self.keep and self.method == "replay":
+                arrays |= _stack_natives(self.layout, recorder)
+            yield recorder, arrays, self._tokens(batch)
+            if following is not None:
+                batch = batch.followed_by(following)
+
+    def _forward(self, batch: Batch, cache: Any, *, use_cache: bool) -> tuple[Recorder, Any]:
         recorder = Recorder(self.layout, batch, self.method, self.keep)
 
         def receive(event: Event, value: Tensor) -> None:
@@ -57,28 +102,12 @@ class Run:
                 recorder.receive(event, value)
 
         with evaluating(self.model), attached(self.layout.taps, receive):
-            output = self.model(batch.ids, **self._arguments(batch))
-        with torch.no_grad(), _full_precision(batch.ids.device):
-            variables: dict[str, Any] = recorder.finish()
-            variables |= self._predictions(batch, _logits(output))
-        arrays = {name: _numpy(value) for name, value in variables.items()}
-        anatomy = self.layout.anatomy
-        natives = {}
-        if "natives" in self.keep and self.method == "replay":
-            natives = _stack_natives(self.layout, recorder)
-        trace = build_trace(
-            arrays | natives,
-            readers=anatomy.readers,
-            sources=anatomy.sources,
-            tokens=self._tokens(batch),
-            coords={"site": [s.name for s in anatomy.sites]} if natives else None,
-            attrs=self._attributes(recorder),
-        )
-        self._warn_vacuous(recorder)
-        return _refuse_wild(trace)
+            return recorder, self.model(batch.ids, **self._arguments(batch, cache, use_cache))
 
-    def _arguments(self, batch: Batch) -> dict[str, Any]:
-        arguments = {"use_cache": False, "return_dict": True}
+    def _arguments(self, batch: Batch, cache: Any, use_cache: bool) -> dict[str, Any]:
+        arguments = {"use_cache": use_cache, "return_dict": True}
+        if cache is not None:
+            arguments[next(name for name in CACHE_NAMES if name in self.accepts)] = cache
         if batch.padded:
             arguments |= {"attention_mask": batch.mask.long(), "position_ids": batch.positions}
         return {name: value for name, value in arguments.items() if name in self.accepts}
@@ -92,13 +121,17 @@ class Run:
                 stacklevel=2,
             )
 
-    def _predictions(self, batch: Batch, logits: Tensor | None) -> dict[str, Tensor]:
+    def _predictions(self, batch: Batch, logits: Tensor | None, following: Tensor | None) -> dict[str, Tensor]:
         if logits is None or logits.shape != (*batch.ids.shape, self.vocab_size):
             return {}
         last = ~torch.cat([batch.mask[:, 1:], torch.zeros_like(batch.mask[:, :1])], dim=1)
         packed = batch.real(logits)
-        loss = next_token_loss(packed, batch.real(batch.ids.roll(-1, dims=1)).to(packed.device))
-        loss = loss.masked_fill(batch.real(last).to(loss.device), torch.nan)
+        targets = batch.ids.roll(-1, dims=1)
+        if following is not None:
+            targets[:, -1] = following
+        loss = next_token_loss(packed, batch.real(targets).to(packed.device))
+        if following is None:
+            loss = loss.masked_fill(batch.real(last).to(loss.device), torch.nan)
         return {"loss": loss} | ({"logits": packed} if "logits" in self.keep else {})
 
     def _tokens(self, batch: Batch) -> dict[str, Any]:
@@ -157,6 +190,23 @@ def fingerprint(model: nn.Module) -> str:
             flat = value.detach().reshape(-1)
             digest.update(flat[:: max(1, flat.numel() // 64)][:64].double().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _by_prompt(steps: list[Step]) -> Step:
+    """Several steps as one, the tokens of each prompt together."""
+    recorder = steps[0][0]
+    order = np.argsort(np.concatenate([tokens["sample"] for _, _, tokens in steps]), kind="stable")
+    arrays = {}
+    for name, first in steps[0][1].items():
+        dims, parts = (first[0], [a[name][1] for _, a, _ in steps]) if isinstance(first, tuple) else (None, None)
+        joined = np.concatenate(parts or [a[name] for _, a, _ in steps])[order]
+        arrays[name] = joined if dims is None else (dims, joined)
+    tokens = {name: np.concatenate([t[name] for _, _, t in steps])[order].tolist() for name in steps[0][2]}
+    return recorder, arrays, tokens
+
+
+def _cache(output: Any) -> Any:
+    return next((value for name in CACHE_NAMES if (value := getattr(output, name, None)) is not None), None)
 
 
 def _logits(output: Any) -> Tensor | None:
