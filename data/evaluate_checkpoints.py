@@ -1,11 +1,13 @@
 """Validation loss of every bundled checkpoint, from its stored file: the table of data/README.md.
 
 Each document is cut into windows of the model's context and each window is scored by itself. The interval is a
-bootstrap over documents. Usage: python data/evaluate_checkpoints.py [NAME ...]; pre_ln, which the others are compared
-with, is always among them. About half a minute for each checkpoint.
+bootstrap over documents. Usage: python data/evaluate_checkpoints.py [FOLDER ...], with folders of further checkpoints
+that are not bundled, such as second seeds. About half a minute for each checkpoint.
 """
 
+import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -49,25 +51,47 @@ def interval(total: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def difference(total: np.ndarray, base: np.ndarray) -> str:
+    """Mean difference of two losses paired by document, with its interval."""
+    gap = np.stack([total[:, 0] - base[:, 0], total[:, 1]], axis=1)
+    low, high = interval(gap)
+    return f"{gap[:, 0].sum() / gap[:, 1].sum():+.4f} ({low:+.4f} to {high:+.4f})"
+
+
+def describe(folder: str) -> tuple[str, int]:
+    """Connection with its options, and the seed of the recipe."""
+    files = Path(ri.bundled().get(folder, folder))
+    config = json.loads((files / "config.json").read_text())
+    options = ", ".join(f"{key} {value}" for key, value in config["connection_options"].items())
+    name = f"`{config['connection']}`" + (f" ({options})" if options else "")
+    return name, json.loads((files / "training.json").read_text())["recipe"]["seed"]
+
+
 def main() -> None:
-    """Print one table row per checkpoint."""
+    """Print one table row per connection, its seeds side by side."""
     texts = [document["text"] for document in read_documents(CORPUS)]
-    scored, size = {}, {}
-    for name in dict.fromkeys(["pre_ln", *(sys.argv[1:] or ri.bundled())]):
-        model, tokenizer = ri.load(name)
+    scored: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    size = {}
+    healthy = [name for name in ri.bundled() if not name.startswith("faulty-")]
+    for folder in [*healthy, *sys.argv[1:]]:
+        model, tokenizer = ri.load(folder)
+        name, seed = describe(folder)
         cut = windows(texts, tokenizer, model.config.max_position_embeddings)
-        scored[name] = losses(model, cut, len(texts))
+        scored[name][seed] = losses(model, cut, len(texts))
         size[name] = sum(p.numel() for n, p in model.named_parameters() if n.startswith("connection."))
-    print("| checkpoint | routing parameters | validation loss | 95 % interval | minus `pre_ln`, paired by document |")
-    print("|---|---:|---:|---|---|")
-    base = scored["pre_ln"]
-    for name, total in scored.items():
-        low, high = interval(total)
-        gap = np.stack([total[:, 0] - base[:, 0], total[:, 1]], axis=1)
-        mean, (start, stop) = gap[:, 0].sum() / gap[:, 1].sum(), interval(gap)
-        difference = "" if name == "pre_ln" else f"{mean:+.4f} ({start:+.4f} to {stop:+.4f})"
-        loss = total[:, 0].sum() / total[:, 1].sum()
-        print(f"| `{name}` | {size[name]:,} | {loss:.4f} | {low:.3f} to {high:.3f} | {difference} |")
+    print(
+        "| connection | extra parameters | validation loss, seed 0 | 95 % interval | minus `pre_ln`, paired | seed 1 |"
+    )
+    print("|---|---:|---:|---|---|---:|")
+    base = scored["`pre_ln`"][0]
+    for name, seeds in sorted(scored.items(), key=lambda item: item[1][0][:, 0].sum()):
+        low, high = interval(seeds[0])
+        loss = {seed: f"{total[:, 0].sum() / total[:, 1].sum():.4f}" for seed, total in seeds.items()}
+        gap = "" if name == "`pre_ln`" else difference(seeds[0], base)
+        print(f"| {name} | {size[name]:,} | {loss[0]} | {low:.3f} to {high:.3f} | {gap} | {loss.get(1, '')} |")
+    for name, seeds in scored.items():
+        if 1 in seeds:
+            print(f"{name}: seed 1 minus seed 0 {difference(seeds[1], seeds[0])}")
     print(f"\n{len(texts)} documents, {int(base[:, 1].sum()):,} predicted tokens, nats per token.")
 
 
