@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "families": {"anatomy", "program", "models"},
     "hooks": {"anatomy", "trace", "program", "families", "models"},
     "checkpoint": {"bundle", "models"},
+    "analysis": {"anatomy", "trace"},
     "figures": {"trace", "anatomy"},
     "cli": {"bundle", "checkpoint", "figures", "hooks", "models", "trace"},
 }

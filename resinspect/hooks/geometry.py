@@ -89,6 +89,20 @@ def _describe(h: Tensor, norm: Tensor) -> dict[str, Tensor]:
     return {"reader_norm": norm.to(h.dtype), "reader_max": h.abs().amax(-1), "reader_mean": h.mean(-1)}
 
 
+def measure_pairs(writes: Tensor, inputs: Tensor) -> dict[str, Tensor]:
+    """What (W, G) does not give where W is not one known scalar: inner products of the reader inputs themselves.
+
+    Args:
+        writes: ``(token, source, d)``.
+        inputs: ``(token, reader, d)``, all readers.
+
+    Returns:
+        ``reader_gram (token, reader, reader)`` and ``write_cross (token, source, reader)``, later writes included.
+    """
+    v, h = _real(writes), _real(inputs)
+    return {"reader_gram": h @ h.mT, "write_cross": v @ h.mT}
+
+
 def measure_writes(writes: Tensor, *, gram: bool) -> dict[str, Tensor]:
     """``source_max (token, source)``, and ``gram (token, source, source)`` if asked for."""
     parts = []

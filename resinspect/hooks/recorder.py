@@ -8,15 +8,28 @@ from torch import Tensor
 from resinspect.anatomy import Site
 from resinspect.errors import CaptureError
 from resinspect.families import Event, Layout
-from resinspect.hooks.geometry import chunks, lengths, measure_readers, measure_terms, measure_writes
+from resinspect.hooks.geometry import chunks, lengths, measure_pairs, measure_readers, measure_terms, measure_writes
 from resinspect.hooks.prompts import Batch
 from resinspect.hooks.terms import push_terms
-from resinspect.program import COEFFICIENT, COEFFICIENT_PATHS, Native, Unroll, one_hot, solve
+from resinspect.program import COEFFICIENT, COEFFICIENT_PATHS, Connection, Native, Unroll, one_hot, solve
 
 WILD = 0.05
 """A map that misses more than this share of a reader's input by more than rounding is wrong, not inexact."""
+NORMAL_EQUATIONS = 1e-9
+"""Rounding of a float64 solve, whose sources may be dependent up to pivots of 1e-14."""
 READERS_AT_ONCE = 5
 """Reader inputs held back to be measured together: more is faster, fewer keeps memory near that of the writes."""
+
+
+def tolerance(method: str, dtype: torch.dtype) -> float:
+    """Units of rounding below which an error counts as rounding (see ``resinspect.trace.verdict``).
+
+    Measured maps stay below 1 (float32, float64) and 0.3 (half precision). A solve does not know what cancels inside
+    the scheme, and adds the rounding of its normal equations.
+    """
+    if dtype in (torch.bfloat16, torch.float16):
+        return 1.0
+    return 16.0 if method == "solve" else 4.0
 
 
 class Recorder:
@@ -80,6 +93,9 @@ class Recorder:
             self._flush()
         else:
             result |= self._solve_all() if self.method == "solve" else self._push_terms()
+            if "gram" in self.keep:
+                parts = [measure_pairs(self._writes[c], self._group[c]) for c in chunks(self._writes)]
+                result |= {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         self._group = None
         result |= {name: torch.cat(parts, dim=1) for name, parts in self._measured.items()}
         self._measured.clear()
@@ -183,10 +199,12 @@ class Recorder:
         weight, error = weight.to(self._weight.dtype), error.to(self._weight.dtype)
         fit = weight.nan_to_num()
         self._measure(self._writes, self._group, fit, fit.abs(), first=0)
-        # A fit that closes with weights that nothing determines says nothing about the map.
-        fidelity = self._measured["fidelity"][0]
-        vacuous = torch.tensor([p > self.width for p in prefix], device=weight.device)
-        fidelity[~identifiable.any(-1) & (vacuous | (fidelity < WILD))] = torch.nan
+        # A fit that closes with weights that nothing determines says nothing about the map. One that does not close
+        # says that something is missing, however much of it the fit took up.
+        fidelity, kappa = (self._measured[name][0] for name in ("fidelity", "kappa"))
+        reach = torch.tensor(prefix, device=weight.device)
+        rounding = tolerance("solve", self.dtype) * max(eps, NORMAL_EQUATIONS) * kappa * reach.sqrt()
+        fidelity[~identifiable.any(-1) & ((reach >= self.width) | (fidelity <= rounding))] = torch.nan
         return {"weight": weight.masked_fill(~identifiable, torch.nan), "weight_error": error}
 
     def _allocate(self, value: Tensor) -> None:
@@ -205,16 +223,17 @@ class Recorder:
             connection, anatomy = self.layout.connection, self.layout.anatomy
             self._programs = [(Unroll(connection, anatomy, COEFFICIENT, unit), self._weight)]
             self._magnitude = self._weight
-            if connection.natives:
+            if not _adds_up_plainly(connection):
                 self._magnitude = self._weight.clone()
                 self._programs.append((Unroll(connection, anatomy, COEFFICIENT_PATHS, unit), self._magnitude))
 
     def _expect(self, event: Event, index: int) -> None:
         if event.index != index:
-            happened = "ran a second time" if event.index < index else "ran out of order"
+            due = self._name(Event(event.what, index)) if event.index > index else ""
+            happened = f"ran out of order, {due} was due" if due else "ran a second time"
             raise CaptureError(
                 f"{self._name(event)} {happened} in one forward pass; shared, looped or reordered modules need a "
-                "layout that says so."
+                "layout that says so, in sublayers= a name for each call in the order in which they run."
             )
 
     def _name(self, event: Event) -> str:
@@ -223,3 +242,9 @@ class Recorder:
             return f"native {event.name!r} of {anatomy.sites[event.index].name!r}"
         items = anatomy.sources if event.what == "source" else anatomy.readers
         return f"{event.what} {items[event.index].name!r}"
+
+
+def _adds_up_plainly(connection: Connection) -> bool:
+    """Whether its verbs are those of the plain residual, whose weights are their own absolute paths."""
+    kind = type(connection)
+    return all(getattr(kind, verb) is getattr(Connection, verb) for verb in ("start", "read", "write"))

@@ -19,7 +19,7 @@ from resinspect.errors import CaptureError
 from resinspect.families import Event, Layout
 from resinspect.hooks.geometry import next_token_loss
 from resinspect.hooks.prompts import Batch, token_texts
-from resinspect.hooks.recorder import WILD, Recorder
+from resinspect.hooks.recorder import WILD, Recorder, tolerance
 from resinspect.hooks.taps import attached, evaluating
 from resinspect.trace import build_trace, fidelity_summary
 
@@ -113,11 +113,11 @@ class Run:
         return {name: value for name, value in arguments.items() if name in self.accepts}
 
     def _warn_vacuous(self, recorder: Recorder) -> None:
-        vacuous = [r.name for r in self.layout.anatomy.readers if r.prefix > recorder.width]
+        vacuous = [r.name for r in self.layout.anatomy.readers if r.prefix >= recorder.width]
         if vacuous and self.method == "solve":
             warnings.warn(
-                f"readers from {vacuous[0]!r} on have more sources than the model's {recorder.width} channels, so "
-                "nothing about their weights can be solved; only a known scheme (replay) can map them.",
+                f"readers from {vacuous[0]!r} on have as many sources as the model has channels ({recorder.width}), or more, "
+                "so that weights which fit prove nothing; only a known scheme (replay) can map them.",
                 stacklevel=2,
             )
 
@@ -151,24 +151,14 @@ class Run:
             "family": self.layout.family,
             "scheme": self.layout.scheme,
             "method": self.method,
+            "hidden_size": recorder.width,
             "dtype": str(recorder.dtype).removeprefix("torch."),
             "write_definition": self.layout.write_definition,
             "source_definition": self.layout.source_definition,
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
             "hash": self.fingerprint,
-            "tolerance": _tolerance(self.method, recorder.dtype),
+            "tolerance": tolerance(self.method, recorder.dtype),
         }
-
-
-def _tolerance(method: str, dtype: torch.dtype) -> float:
-    """Units of rounding below which an error counts as rounding (see ``resinspect.trace.verdict``).
-
-    Measured maps stay below 1 (float32, float64) and 0.3 (half precision). A solve does not know what cancels inside
-    the scheme, and adds the rounding of its normal equations.
-    """
-    if dtype in (torch.bfloat16, torch.float16):
-        return 1.0
-    return 16.0 if method == "solve" else 4.0
 
 
 def _full_precision(device: torch.device) -> Any:
@@ -249,15 +239,25 @@ def _refuse_wild(trace: xr.Dataset) -> xr.Dataset:
             f"reader {wild[0]!r} gets values that are not finite (NaN or inf) at most tokens, so there is nothing to "
             "map; check the weights, or run the model in a wider dtype."
         )
+    first, count = summary["off"][0], len(summary["off"])
+    where = _between(trace, first)
     if wild:
+        misses = [f"{float(median.sel(reader=name)):.2g} of what {name!r} reads" for name in dict.fromkeys([first, wild[0]])]
+        says = "" if trace.attrs["method"] == "solve" else f" as {trace.attrs['scheme']!r} says"
         raise CaptureError(
-            f"the map is wrong from reader {wild[0]!r} on: the writes miss {float(median.sel(reader=wild[0])):.0%} of "
-            f"what it reads (median over tokens). The model does not add up as {trace.attrs['scheme']!r} says: a "
-            "source seems to be missing before that reader, or its residual is scaled, normed or mixed."
+            f"the map is wrong from reader {first!r} on: the writes miss {' and '.join(misses)} (median over tokens). The "
+            f"model does not add up{says}: a source seems to be missing {where}, or its residual is scaled, normed or "
+            "mixed."
         )
     warnings.warn(
-        f"the map is off at {len(summary['off'])} readers, first {summary['off'][0]!r}: their reconstruction error "
-        f"(worst {summary['worst']:.1e}) is larger than rounding explains.",
+        f"the map is off at {count} reader{'s' if count > 1 else ''}, first {first!r}: the reconstruction error (worst "
+        f"{summary['worst']:.1e}) is larger than rounding explains. A source may be missing {where}.",
         stacklevel=2,
     )
     return trace
+
+
+def _between(trace: xr.Dataset, reader: str) -> str:
+    names = trace["reader"].values.tolist()
+    before = names.index(reader) - 1
+    return f"before {reader!r} and after {names[before]!r}" if before >= 0 else f"before {reader!r}"

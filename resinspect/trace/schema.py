@@ -65,6 +65,7 @@ VARIABLES: dict[str, Variable] = {
     "reader_mean": Variable(_BY_READER, "channel mean of the reader input", "activation"),
     "source_max": Variable(_BY_SOURCE, "largest channel of the write, absolute", "activation", nonnegative=True),
     "reader_gram": Variable(("token", "reader", "reader2"), "inner product of two reader inputs", "activation²"),
+    "write_cross": Variable(("token", "source", "reader"), "inner product of any write and reader input", "activation²"),
     "stream_weight": Variable(("token", "reader", "stream", "source"), "routing weight in each stream"),
     "loss": Variable(("token",), "loss of predicting the next token", "nats"),
     "logits": Variable(("token", "vocab"), "logit of the next token", "nats"),

@@ -1,0 +1,1 @@
+"""Measures: from a trace to labelled numbers."""

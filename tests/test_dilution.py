@@ -1,0 +1,144 @@
+"""Dilution measures against closed forms."""
+
+import numpy as np
+import pytest
+from analysis_cases import orthonormal, trace_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resinspect.analysis.dilution import (
+    contribution_share,
+    dilution_index,
+    effective_sources,
+    magnitude_share,
+    persistence_fit,
+    update_ratio,
+    write_alignment,
+    write_persistence,
+)
+from resinspect.analysis.summary import summarise
+from resinspect.errors import OptionError, TraceError
+
+
+def sizes(trace):
+    return trace["reader_prefix"].values.astype(float)
+
+
+@pytest.mark.parametrize("share", [contribution_share, magnitude_share])
+def test_equal_orthogonal_writes_have_equal_shares(share):
+    """A share normalised over the wrong dimension, or over sources that cannot be read."""
+    trace = trace_of(orthonormal(5, 9))
+    values = share(trace).values
+    for reader, n in enumerate(sizes(trace).astype(int)):
+        np.testing.assert_allclose(values[:, reader, :n], 1 / n)
+        assert np.isnan(values[:, reader, n:]).all()
+
+
+@pytest.mark.parametrize("definition", ["participation", "entropy"])
+def test_effective_sources_from_all_to_one(definition):
+    """A count off by one, or in nats instead of sources."""
+    trace = trace_of(orthonormal(5, 9))
+    all_of_them = effective_sources(trace, definition=definition).values
+    np.testing.assert_allclose(all_of_them, np.broadcast_to(sizes(trace), all_of_them.shape))
+    newest = np.eye(9)[np.arange(9)]
+    one = effective_sources(trace_of(orthonormal(5, 9), newest), definition=definition).values
+    np.testing.assert_allclose(one, 1)
+
+
+def test_unknown_definition_is_named():
+    """A silent default."""
+    with pytest.raises(OptionError, match="choose participation or entropy"):
+        effective_sources(trace_of(orthonormal(1, 3)), definition="renyi")
+
+
+def test_dilution_index_is_one_for_the_null_and_zero_for_a_single_source():
+    """An index whose ends are not where its docstring says."""
+    np.testing.assert_allclose(dilution_index(trace_of(orthonormal(5, 9))), 1)
+    np.testing.assert_allclose(dilution_index(trace_of(orthonormal(5, 9), np.eye(9))), 0, atol=1e-12)
+
+
+def test_equal_orthogonal_writes_fade_as_one_over_t():
+    """The essay's 1/T measured as something else."""
+    trace = trace_of(orthonormal(12, 9), samples=np.repeat(np.arange(3), 4))
+    fit = persistence_fit(trace).set_index("quantity")
+    np.testing.assert_allclose(fit.loc["exponent", ["value", "low", "high"]].astype(float), -1)
+    assert fit.loc["exponent", "documents"] == 3
+    assert fit.loc["exponent", "tokens"] == 12
+
+
+def test_geometric_decay_has_its_half_life():
+    """A half-life in the wrong unit, or off by the distance at which counting starts."""
+    decay = 0.5 ** (1 / 3)
+    sources, readers = np.arange(13), np.arange(1, 14)
+    weight = np.where(sources < readers[:, None], decay ** (readers[:, None] - 1.0 - sources), 0)
+    # An embedding that makes every input equally long lets shares be the squares of the weights.
+    writes = orthonormal(4, 13)
+    length = (weight[:, 1:] ** 2).sum(1)
+    weight[:, 0] = np.sqrt(length.max() + 1 - length)
+    fit = persistence_fit(trace_of(writes, weight)).set_index("quantity")
+    assert fit.loc["half_life", "value"] == pytest.approx(1 + 1.5, abs=0.15)
+    curve = write_persistence(trace_of(writes, weight))
+    np.testing.assert_allclose(curve.values[:, 1:] / curve.values[:, :-1], decay**2, rtol=1e-9)
+    assert curve["distance"].values.tolist() == list(range(1, 13))
+
+
+def test_one_document_has_no_interval():
+    """A standard error over tokens of one text passed off as uncertainty."""
+    trace = trace_of(orthonormal(6, 5))
+    fit = persistence_fit(trace)
+    assert np.isnan(fit[["low", "high"]].values).all()
+    table = summarise(contribution_share(trace))
+    assert np.isnan(table[["low", "high"]].values).all()
+    assert (table["documents"].values[~np.isnan(table["mean"].values)] == 1).all()
+
+
+def test_update_ratio_and_alignment_of_known_vectors():
+    """The write of another sublayer, or of the input's own past."""
+    writes = np.zeros((1, 3, 2))
+    writes[0, 0], writes[0, 1], writes[0, 2] = (2, 0), (-1, 0), (0, 3)
+    trace = trace_of(writes)
+    np.testing.assert_allclose(update_ratio(trace).values, [[0.5, 3.0]])
+    np.testing.assert_allclose(write_alignment(trace).values, [[-1.0, 0.0]])
+    assert update_ratio(trace)["reader"].values.tolist() == ["0.attn", "0.mlp"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), scale=st.floats(0.01, 100))
+def test_shares_sum_to_one_and_ignore_scale(seed, scale):
+    """A share with units, or one that loses a source."""
+    generator = np.random.default_rng(seed)
+    writes, weight = generator.standard_normal((4, 7, 11)), generator.standard_normal((4, 7, 7))
+    trace, scaled = trace_of(writes, weight), trace_of(scale * writes, weight)
+    for share in (contribution_share, magnitude_share):
+        np.testing.assert_allclose(share(trace).sum("source"), 1, rtol=1e-9)
+        np.testing.assert_allclose(share(trace), share(scaled), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(effective_sources(trace), effective_sources(scaled), rtol=1e-6)
+
+
+def test_means_weigh_tokens_and_leave_out_what_is_asked():
+    """Documents weighted alike whatever their length, or the first token kept."""
+    trace = trace_of(orthonormal(6, 3), samples=[0, 0, 0, 0, 1, 1])
+    values = trace["reader_norm"].copy(data=np.arange(18.0).reshape(6, 3))
+    assert summarise(values)["mean"].tolist() == [7.5, 8.5, 9.5]
+    dropped = summarise(values, drop_first=1)
+    assert dropped["mean"].tolist() == pytest.approx([np.mean([3, 6, 9, 15]) + i for i in range(3)])
+    assert dropped["median"].tolist() == [7.5, 8.5, 9.5]
+    assert dropped["tokens"].tolist() == [4, 4, 4]
+    assert dropped["reader"].tolist() == ["0.attn", "0.mlp", "final"]
+
+
+def test_interval_covers_as_often_as_it_says():
+    """A bootstrap over tokens: far too narrow when tokens of a document go together."""
+    generator, covered = np.random.default_rng(0), 0
+    trace = trace_of(orthonormal(400, 3), samples=np.repeat(np.arange(40), 10))
+    for seed in range(60):
+        values = np.repeat(generator.standard_normal(40), 10)[:, None] + np.zeros(3)
+        row = summarise(trace["reader_norm"].copy(data=values), seed=seed, resamples=300).iloc[0]
+        covered += row["low"] <= 0 <= row["high"]
+    assert 50 <= covered <= 60
+
+
+def test_missing_variable_says_how_to_get_it():
+    """A KeyError from inside a measure."""
+    with pytest.raises(TraceError, match=r"needs the variable 'cross'.*keep=\(\"cross\""):
+        contribution_share(trace_of(orthonormal(2, 3)).drop_vars("cross"))
