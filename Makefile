@@ -24,6 +24,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("resinspect needs Python 3.11 or newer; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[app,train,dev]'
+	# Without its dependencies: the tests read one plain torch file of it, and it asks for triton.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps flash-attn-res==0.1.12
 	touch $(INSTALLED)
 
 clean:
