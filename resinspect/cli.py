@@ -1,6 +1,5 @@
 """The command line of resinspect: exact maps of how information moves through depth in transformers."""
 
-import json
 import socket
 import subprocess
 import sys
@@ -13,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
 
 from resinspect.bundle import app_folder, bundled
 from resinspect.errors import OptionError, PromptError, ResinspectError
@@ -25,9 +24,11 @@ cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 out = Console()
 err = Console(stderr=True)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or the name of a bundled one.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or .pt file of a checkpoint, or a bundled name.")]
 Text = Annotated[str | None, typer.Option("--text", help="One prompt.")]
+Ids = Annotated[str | None, typer.Option("--ids", help="One prompt as token ids, such as '3 14 15'.")]
 Method = Annotated[str, typer.Option(help="auto, replay or solve.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")]
 Truncate = Annotated[bool, typer.Option("--truncate", help="Cut prompts longer than the context instead of refusing.")]
 
 
@@ -37,19 +38,26 @@ def capture(
     *,
     trace: Annotated[Path, typer.Option("--out", help="Folder of the trace.")],
     text: Text = None,
+    ids: Ids = None,
     prompts: Annotated[Path | None, typer.Option(help="UTF-8 text file, one prompt per line.")] = None,
     method: Method = "auto",
     batch_size: Annotated[int, typer.Option(help="Prompts per forward pass.")] = 8,
     keep: Annotated[
-        str, typer.Option(help="Optional parts, of gram,cross,natives,hidden,logits.")
+        str, typer.Option(help="Optional parts, of gram,cross,natives,hidden,logits,lens,attribution,gradient.")
     ] = "gram,cross,natives",
     truncate: Truncate = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Run a model on prompts and store its routing maps as a trace."""
-    texts = _texts(text, prompts)
+    texts = _texts(text, ids, prompts)
     kept = [name for name in keep.split(",") if name]
     options = {"method": method, "batch_size": batch_size, "keep": kept, "truncate": truncate}
-    out.print(_capture_to(trace, model, texts, options), highlight=False, markup=False, soft_wrap=True)
+    out.print(
+        _capture_to(trace, _load(model, trust_remote_code), texts, options),
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 @cli.command("map")
@@ -58,46 +66,72 @@ def draw_map(
     *,
     figure: Annotated[Path, typer.Option("--out", help="File to write: .html, .png, .svg or .pdf.")],
     text: Text = None,
+    ids: Ids = None,
     token: Annotated[int | None, typer.Option(help="One token of the trace; default the mean over all.")] = None,
     limit: Annotated[float | None, typer.Option(help="Weight at which colours end; default the largest.")] = None,
     method: Method = "auto",
     truncate: Truncate = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Draw the source x reader routing map of a trace, or of a model on a text."""
     from resinspect.figures import routing_map, save_figure
     from resinspect.trace import describe, open_trace
 
     if _is_trace(source):
-        if text is not None:
-            raise OptionError(f"{source} is a trace, which has its own text; --text goes with a model.")
+        if (text, ids) != (None, None):
+            raise OptionError(f"{source} is a trace, which has its own text; --text and --ids go with a model.")
         trace = open_trace(source)
     else:
         from resinspect.hooks.capture import capture as run
 
-        if text is None:
-            raise OptionError(f"{source} is not a trace, so it is taken as a model, which needs --text.")
-        loaded, tokenizer = _load(source)
+        if (text, ids) == (None, None):
+            raise OptionError(f"{source} is not a trace, so it is taken as a model, which needs --text or --ids.")
+        texts = _texts(text, ids, None)
+        loaded, tokenizer = _load(source, trust_remote_code)
         with _notes():
-            trace = run(loaded, [text], tokenizer=tokenizer, method=method, truncate=truncate)
+            trace = run(loaded, texts, tokenizer=tokenizer, method=method, truncate=truncate)
     limits = None if limit is None else (-limit if float(trace["weight"].min()) < 0 else 0.0, limit)
     save_figure(routing_map(trace, token=token, limits=limits), figure)
     out.print(f"{describe(trace)}\nwrote {figure}", highlight=False, markup=False, soft_wrap=True)
 
 
+@cli.command("inspect")
+def inspect_checkpoint(
+    model: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder, .pt file, or name of a bundled one.")],
+    *,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Say what a checkpoint is and how its residual will be read, without loading its weights."""
+    from resinspect.listings import inspection_table
+
+    with _notes(), err.status(escape(f"reading {model}")):
+        table = inspection_table(model, trust_remote_code=trust_remote_code)
+    out.print(table, highlight=False)
+
+
+@cli.command()
+def families(
+    *,
+    write: Annotated[Path | None, typer.Option(help="Markdown file to write the table into, as in README.md.")] = None,
+) -> None:
+    """List the families of models, how their W is found, and the error that tests reach."""
+    from resinspect.families.table import write_table
+    from resinspect.listings import family_table
+
+    if write is None:
+        out.print(family_table(), highlight=False)
+        return
+    write_table(write)
+    out.print(f"wrote {write}", highlight=False, markup=False, soft_wrap=True)
+
+
 @cli.command()
 def models() -> None:
     """List bundled checkpoints and the connections of the reference model."""
-    from resinspect.models.connections import CONNECTIONS
+    from resinspect.listings import checkpoint_table, connection_table
 
-    name = Column("checkpoint", no_wrap=True)
-    table = Table(name, "connection and options", "layers", "hidden", "tokens", title="Bundled checkpoints")
-    for name, folder in bundled().items():
-        table.add_row(name, *_checkpoint_row(folder))
-    out.print(table)
-    table = Table(Column("connection", no_wrap=True), "what", title="Connections")
-    for name, connection in CONNECTIONS.items():
-        table.add_row(name, (connection.__doc__ or "").partition("\n")[0].replace("``", ""))
-    out.print(table)
+    out.print(checkpoint_table())
+    out.print(connection_table())
 
 
 @cli.command()
@@ -134,7 +168,7 @@ def app(
     if find_spec("streamlit") is None:
         raise OptionError('the app needs streamlit: pip install "resinspect[app]".')
     known = bundled()
-    if missing := [f for f in folders or [] if f not in known and not Path(f).is_dir()]:
+    if missing := [f for f in folders or [] if f not in known and not Path(f).exists()]:
         raise OptionError(f"there is no folder or bundled checkpoint {missing[0]}; give existing ones.")
     if port is not None and not _is_free(port):
         raise OptionError(f"port {port} is in use; choose another one with --port, or leave it out.")
@@ -153,11 +187,16 @@ def main() -> None:
         sys.exit(2)
 
 
-def _texts(text: str | None, prompts: Path | None) -> list[str]:
-    if (text is None) == (prompts is None):
-        raise PromptError("give exactly one of --text and --prompts.")
+def _texts(text: str | None, ids: str | None, prompts: Path | None) -> list[str] | list[list[int]]:
+    if [text, ids, prompts].count(None) != 2:
+        raise PromptError("give exactly one of --text, --ids and --prompts.")
     if text is not None:
         return [text]
+    if ids is not None:
+        words = ids.replace(",", " ").split()
+        if wrong := [word for word in words if not word.isdecimal()]:
+            raise PromptError(f"--ids holds {wrong[0]!r}, which is no token id; give numbers such as '3 14 15'.")
+        return [[int(word) for word in words]]
     try:
         lines = prompts.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -171,12 +210,12 @@ def _texts(text: str | None, prompts: Path | None) -> list[str]:
     raise PromptError(f"{prompts} has no prompts; write one per line.")
 
 
-def _capture_to(folder: Path, model: str, texts: list[str], options: dict[str, Any]) -> str:
+def _capture_to(folder: Path, model: tuple[Any, Any], texts: list[Any], options: dict[str, Any]) -> str:
     """Stream traces to ``folder`` batch by batch; the line that describes the whole."""
     from resinspect.hooks.capture import capture_batches
     from resinspect.trace import TraceWriter, describe, open_trace
 
-    loaded, tokenizer = _load(model)
+    loaded, tokenizer = model
     with _notes(), TraceWriter(folder) as writer, _progress() as progress:
         bar = progress.add_task("capture", total=len(texts))
         for trace in capture_batches(loaded, texts, tokenizer=tokenizer, **options):
@@ -185,11 +224,11 @@ def _capture_to(folder: Path, model: str, texts: list[str], options: dict[str, A
     return describe(open_trace(folder))
 
 
-def _load(model: str) -> tuple[Any, Any]:
+def _load(model: str, trust_remote_code: bool) -> tuple[Any, Any]:
     from resinspect.checkpoint import load
 
-    with err.status(f"loading {model}"):
-        return load(model)
+    with _notes(), err.status(escape(f"loading {model}")):
+        return load(model, trust_remote_code=trust_remote_code)
 
 
 def _progress() -> Progress:
@@ -209,15 +248,6 @@ def _notes() -> Iterator[None]:
 
 def _is_trace(path: str) -> bool:
     return (Path(path) / MANIFEST).is_file() or (path.endswith(".zip") and Path(path).is_file())
-
-
-def _checkpoint_row(folder: Path) -> list[str]:
-    config = json.loads((folder / "config.json").read_text())
-    record = folder / "training.json"
-    tokens = json.loads(record.read_text())["recipe"]["tokens"] if record.exists() else None
-    options = [f"{key}={value}" for key, value in config.get("connection_options", {}).items()]
-    sizes = [str(config.get(key, "")) for key in ("num_hidden_layers", "hidden_size")]
-    return [", ".join([config.get("connection", ""), *options]), *sizes, f"{tokens:,}" if tokens else ""]
 
 
 def _is_free(port: int) -> bool:

@@ -1,5 +1,7 @@
 """Fixtures shared by the tests of the surfaces."""
 
+import socket
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -21,3 +23,14 @@ def tiny_checkpoint(tmp_path_factory, pytestconfig):
     tokenizer = AutoTokenizer.from_pretrained(pytestconfig.rootpath / "data" / "tokenizer", local_files_only=True)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Any attempt to reach another machine fails the test."""
+
+    def refuse(*_, **__):
+        pytest.fail("tried to reach the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)

@@ -3,7 +3,6 @@
 import json
 import pickle
 import shutil
-import socket
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -66,17 +65,6 @@ def folder(stored, tmp_path) -> Path:
 def sharded(sharded_source, tmp_path) -> Path:
     """A copy of the sharded Llama to break."""
     return shutil.copytree(sharded_source[0], tmp_path / "llama")
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    """Any attempt to reach another machine fails the test."""
-
-    def refuse(*_, **__):
-        pytest.fail("tried to reach the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 def write(name: str, text: str):
@@ -192,7 +180,7 @@ BROKEN = {
     "bin page": (as_bin(PAGE.encode()), ["pytorch_model.bin is a web page", "fetch the file itself"]),
     "bin text": (as_bin(b"not tensors"), ["pytorch_model.bin is not a file of torch.save", "fetch it again"]),
     "bin cut off": (as_bin(b"PK\x03\x04 and no more"), ["pytorch_model.bin", "cut off", "fetch it again"]),
-    "bin cut pickle": (as_bin(b"\x80\x02}"), ["pytorch_model.bin", "cannot be loaded", "fetch them again"]),
+    "bin cut pickle": (as_bin(b"\x80\x02}"), ["pytorch_model.bin", "cannot be loaded", "fetch it again"]),
     "tensor missing": (
         rewrite(lambda t: without(t, NORM)),
         ["model.safetensors", f"it lacks {NORM};", "one and the same model"],
@@ -374,7 +362,7 @@ def test_pickled_code_does_not_run(how, folder, tmp_path, capfd):
     mark, file = tmp_path / "ran", folder / "pytorch_model.bin"
     payload = {"embed_tokens.weight": Payload(mark)}
     file.write_bytes(pickle.dumps(payload, protocol=2)) if how == "legacy" else torch.save(payload, file)
-    check_refusal(folder, ["pytorch_model.bin", "more than tensors", "fetch them again"], capfd)
+    check_refusal(folder, ["pytorch_model.bin", "more than tensors", "fetch it again"], capfd)
     assert not mark.exists()
 
 
@@ -430,7 +418,7 @@ def test_bundled_names_load(folder, tmp_path, monkeypatch, no_network):
 def test_folder_comes_before_bundled_name(folder, tmp_path, monkeypatch):
     """Catches a bundled checkpoint loaded instead of the user's folder of the same name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("resinspect.checkpoint.loading.bundled", lambda: {"tiny": Path("elsewhere")})
+    monkeypatch.setattr("resinspect.checkpoint.sources.bundled", lambda: {"tiny": Path("elsewhere")})
     assert load("tiny")[0].config.name_or_path == "tiny"
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,9 +10,12 @@ import sys
 import time
 
 import pytest
+import torch
+from test_loading import nano_state
 
 import resinspect as ri
 from resinspect import cli
+from resinspect.families import FAMILIES
 
 PLAIN = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
 
@@ -77,7 +81,7 @@ REFUSALS = {
     "missing folder": (["capture", "./nowhere", "--text", "a", "--out", "OUT"], "nowhere"),
     "mistyped name": (["capture", "atnres", "--text", "a", "--out", "OUT"], "did you mean attnres"),
     "empty name": (["capture", "", "--text", "a", "--out", "OUT"], "the model has no name"),
-    "no prompt": (["capture", "MODEL", "--out", "OUT"], "exactly one of --text and --prompts"),
+    "no prompt": (["capture", "MODEL", "--out", "OUT"], "exactly one of --text, --ids and --prompts"),
     "both prompts": (["capture", "MODEL", "--text", "a", "--prompts", "FILE", "--out", "OUT"], "exactly one"),
     "empty prompt": (["capture", "MODEL", "--text", "", "--out", "OUT"], "prompt 0 is empty"),
     "long prompt": (["capture", "MODEL", "--text", "word " * 100, "--out", "OUT"], "context is 64; shorten it"),
@@ -97,6 +101,16 @@ REFUSALS = {
     "recipe missing": (["train", "nofile.toml", "--out", "OUT"], "nofile.toml cannot be read"),
     "app of nothing": (["app", "./nowhere"], "no folder or bundled checkpoint ./nowhere"),
     "map limit": (["map", "MODEL", "--text", "a", "--limit", "-1", "--out", "OUT.png"], "limits"),
+    "no token ids": (["map", "MODEL", "--ids", "3 x 4", "--out", "OUT.png"], "--ids holds 'x'"),
+    "strange ids": (["capture", "MODEL", "--ids", "3 99999", "--out", "OUT"], "ids outside 0..2047"),
+    "text and ids": (["map", "MODEL", "--ids", "3", "--text", "a", "--out", "OUT.png"], "exactly one of"),
+    "markup in a name": (["map", "[/red]none", "--text", "a", "--out", "OUT.png"], r"no folder \[/red\]none"),
+    "inspect nothing": (["inspect", "./nowhere"], "no folder nowhere"),
+    "inspect a text": (["inspect", "FILE"], "blank.txt is a file; give the folder"),
+    "inspect no model": (["inspect", "TAKEN"], "taken has no config.json"),
+    "a file of text": (["capture", "PICKLE", "--ids", "3", "--out", "OUT"], "ckpt.pt is not a file of torch.save"),
+    "families into nothing": (["families", "--write", "nofile.md"], "nofile.md cannot be read"),
+    "families into any file": (["families", "--write", "BLANK"], "blank.txt does not hold the lines"),
     "port in use": (["app", "--port", "PORT"], "is in use; choose another"),
 }
 
@@ -105,6 +119,7 @@ REFUSALS = {
 def test_a_users_mistake_is_one_line_and_exit_code_2(run, tiny_checkpoint, tmp_path, case):
     """A traceback, a zero exit code, or an empty folder left behind."""
     taken, latin, blank = tmp_path / "taken", tmp_path / "latin.txt", tmp_path / "blank.txt"
+    (tmp_path / "ckpt.pt").write_text("not tensors")
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
     latin.write_bytes("caf\xe9\n".encode("latin-1"))
@@ -119,6 +134,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(run, tiny_checkpoint, tmp_p
             "LATIN": latin,
             "FILE": blank,
             "BLANK": blank,
+            "PICKLE": tmp_path / "ckpt.pt",
             "PORT": server.getsockname()[1],
         }
         before = sorted(tmp_path.rglob("*"))
@@ -129,6 +145,63 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(run, tiny_checkpoint, tmp_p
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) == 1, err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_token_ids_are_a_prompt_and_labels(run, tiny_checkpoint, tmp_path):
+    """A model without a tokenizer of no use on the command line, or ids read as a text."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    code, _, _ = run("capture", folder, "--ids", "3, 14 15", "--out", tmp_path / "t")
+    assert code == 0
+    trace = ri.open_trace(tmp_path / "t")
+    assert trace["token_id"].values.tolist() == [3, 14, 15]
+    assert trace["text"].values.tolist() == ["3", "14", "15"]
+    assert run("map", folder, "--ids", "3 14", "--out", tmp_path / "m.svg")[0] == 0
+    code, _, err = run("capture", folder, "--text", "a", "--out", tmp_path / "u")
+    assert code == 2
+    assert "no tokenizer; give one, or token ids (--ids)" in err
+
+
+def test_inspect_says_what_a_checkpoint_is(run, tiny_checkpoint, tmp_path, monkeypatch):
+    """A name in brackets swallowed as markup, or a line cut off."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "[red]tiny")
+    code, out, err = run("inspect", folder)
+    assert code == 0
+    assert re.search(r"^checkpoint +\[red\]tiny \(ResidualLM, model_type resinspect\)", out)
+    assert re.search(r"^class of W +scalar per token; method replay, solve", out, re.M)
+    assert re.search(r"^routing +connection.query", out, re.M)
+    assert err == ""
+
+
+def test_families_are_listed(run, monkeypatch):
+    """A family left out, or a name cut at 80 columns."""
+    monkeypatch.setattr(cli.out, "_width", 80)
+    code, out, _ = run("families")
+    assert code == 0
+    for name in FAMILIES:
+        assert re.search(rf"^ {name} ", out, re.M), name
+
+
+def test_own_code_needs_its_flag(run, tiny_checkpoint, tmp_path):
+    """A flag that one of the commands lacks, or that does not reach the loader."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "own")
+    config = (folder / "config.json").read_text().replace('"model_type": "resinspect"', '"model_type": "own"')
+    (folder / "config.json").write_text(config.replace("{", '{"auto_map": {"AutoConfig": "absent.Config"},', 1))
+    for command in (["map", "--out", tmp_path / "a.png"], ["capture", "--out", tmp_path / "t"], ["inspect"]):
+        options = [*command[1:], *([] if command == ["inspect"] else ["--ids", "3"])]
+        code, _, err = run(command[0], folder, *options)
+        assert (code, "--trust-remote-code" in err) == (2, True)
+        code, _, err = run(command[0], folder, *options, "--trust-remote-code")
+        assert code == 2
+        assert "absent.py" in err
+        assert len(err.strip().splitlines()) == 1
+
+
+def test_notes_on_loading_are_lines(run, tmp_path):
+    """A Python warning with a file name, or a supposition that the user never hears of."""
+    torch.save({"model": nano_state(bias=False), "model_args": {"n_head": 4}}, tmp_path / "ckpt.pt")
+    code, _, err = run("map", tmp_path / "ckpt.pt", "--ids", "3 4 5", "--out", tmp_path / "a.svg")
+    assert code == 0
+    assert re.fullmatch(r"note: \S+/ckpt.pt: read as nanoGPT into GPT-2, .* zeros for 13 biases .*\.", err.strip())
 
 
 def test_the_summary_is_one_line_even_when_piped(tiny_checkpoint, tmp_path):

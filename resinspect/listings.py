@@ -1,0 +1,63 @@
+"""What the command line lists, as tables for a terminal."""
+
+import json
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.markup import escape
+from rich.table import Column, Table
+
+from resinspect.bundle import bundled
+
+
+def checkpoint_table() -> Table:
+    """Bundled checkpoints."""
+    name = Column("checkpoint", no_wrap=True)
+    table = Table(name, "connection and options", "layers", "hidden", "tokens", title="Bundled checkpoints")
+    for name, folder in bundled().items():
+        table.add_row(*map(escape, (name, *_checkpoint_row(folder))))
+    return table
+
+
+def connection_table() -> Table:
+    """Connections of the reference model."""
+    from resinspect.models.connections import CONNECTIONS
+
+    table = Table(Column("connection", no_wrap=True), "what", title="Connections")
+    for name, connection in CONNECTIONS.items():
+        table.add_row(name, escape((connection.__doc__ or "").partition("\n")[0].replace("``", "")))
+    return table
+
+
+def family_table() -> Table:
+    """Families of models."""
+    from resinspect.families.table import CAPTION, COLUMNS, family_rows
+
+    # At 80 columns every word still fits.
+    widths = {"residual": 11, "W": 11, "readers": 7, "method": 7}
+    columns = [Column(n, no_wrap=n not in widths, min_width=widths.get(n), overflow="fold") for n in COLUMNS]
+    look = {"box": SIMPLE, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    table = Table(*columns, title="Families of models", caption=CAPTION, **look)
+    for row in family_rows():
+        table.add_row(*map(escape, row))
+    return table
+
+
+def inspection_table(model: str, *, trust_remote_code: bool) -> Table:
+    """What a checkpoint is, without its weights."""
+    from resinspect.inspection import inspect, rows
+
+    lines = rows(inspect(model, trust_remote_code=trust_remote_code))
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
+    for i, (name, value) in enumerate(lines):
+        table.add_row("" if i and lines[i - 1][0] == name else name, escape(value))
+    return table
+
+
+def _checkpoint_row(folder: Path) -> list[str]:
+    config = json.loads((folder / "config.json").read_text())
+    record = folder / "training.json"
+    tokens = json.loads(record.read_text())["recipe"]["tokens"] if record.exists() else None
+    options = [f"{key}={value}" for key, value in config.get("connection_options", {}).items()]
+    sizes = [str(config.get(key, "")) for key in ("num_hidden_layers", "hidden_size")]
+    return [", ".join([config.get("connection", ""), *options]), *sizes, f"{tokens:,}" if tokens else ""]
