@@ -12,6 +12,7 @@ import xarray as xr
 
 from resinspect.errors import TraceError
 
+STREAMED = 'capture a model of several streams by method="replay" with keep=("natives", ...)'
 REMEDY = {
     "gram": 'capture it with keep=("gram", ...)',
     "cross": 'capture it with keep=("cross", ...)',
@@ -19,6 +20,16 @@ REMEDY = {
     "reader_hidden": 'capture it with keep=("hidden", ...)',
     "source_hidden": 'capture it with keep=("hidden", ...)',
     "logits": 'capture it with keep=("logits", ...)',
+    "native_pre": STREAMED,
+    "native_post": STREAMED,
+    "native_mix": STREAMED,
+    "lens_kl": 'capture it with keep=("lens", ...)',
+    "lens_entropy": 'capture it with keep=("lens", ...)',
+    "lens_overlap": 'capture it with keep=("lens", ...)',
+    "lens_loss": 'capture a causal language model with keep=("lens", ...)',
+    "attribution": 'capture it with keep=("attribution", ...)',
+    "reader_gradient": 'capture it with keep=("gradient", ...)',
+    "source_gradient": 'capture it with keep=("gradient", ...)',
 }
 
 
@@ -97,7 +108,7 @@ def _writes_of(reader: str) -> list[str]:
 
 
 def labelled(
-    trace: xr.Dataset, values: np.ndarray, dims: tuple[str, ...], name: str, attrs: Mapping[str, Any]
+    trace: xr.Dataset | xr.DataArray, values: np.ndarray, dims: tuple[str, ...], name: str, attrs: Mapping[str, Any]
 ) -> xr.DataArray:
     """A measure with the trace's coordinates on its dimensions; ``attrs`` has at least ``long_name`` and ``units``."""
     coords = {key: coord for key, coord in trace.coords.items() if set(coord.dims) <= set(dims)}

@@ -7,14 +7,19 @@ import xarray as xr
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from resinspect.errors import OptionError
+from resinspect.errors import CaptureError, OptionError
 from resinspect.families import Layout, Sublayers, find_layout, name_layout
+from resinspect.families.wrapped import bridged
+from resinspect.hooks.causality import is_causal, require_weights
+from resinspect.hooks.lens import require_linear
 from resinspect.hooks.prompts import Prompts, batches, encode_prompts
+from resinspect.hooks.recorder import READOUT
 from resinspect.hooks.run import Run
+from resinspect.hooks.tail import find_tail
 from resinspect.hooks.taps import unwrapped
 from resinspect.trace import concat
 
-KEEP = ("gram", "cross", "natives", "hidden", "logits")
+KEEP = ("gram", "cross", "natives", "hidden", "logits", "lens", "attribution", "gradient")
 METHODS = ("auto", "replay", "solve")
 
 
@@ -33,18 +38,29 @@ def capture(
 ) -> xr.Dataset:
     """Capture the routing map of a model on prompts.
 
-    The model's own forward runs once per batch; every token of every prompt gets its own row of W.
+    The model's own forward runs once per batch; every token of every prompt gets its own row of W. Before, it runs on
+    at most 16 tokens to see whether it is causal: only then the trace has the loss of the next token.
 
     Args:
-        model: A model of a known family, or any module with ``sublayers`` and ``final``.
+        model: A model of a known family, also as a TransformerBridge of transformer_lens, compiled or data-parallel; or
+            any module with ``sublayers`` and ``final``.
         prompts: A text, texts, lists of token ids, or a batch ``{"input_ids", "attention_mask"}``.
         method: ``"replay"`` recomputes W from the scheme, ``"solve"`` from reader inputs and writes alone;
             ``"auto"`` replays what is known and solves the rest.
         tokenizer: Encodes texts and labels tokens.
         batch_size: Prompts per forward pass.
-        keep: Optional parts of the trace, of ``gram``, ``cross``, ``natives``, ``hidden``, ``logits``.
-        sublayers: ``(write module, reader module)`` paths of a module of no known family; ``*`` is a layer number.
-        final: Path of the module that reads the final residual; goes with ``sublayers``.
+        keep: Optional parts of the trace: ``gram`` (inner products of writes), ``cross`` (of writes and reader inputs),
+            ``natives`` (the scheme's own weights), ``hidden`` (writes and reader inputs themselves), ``logits``,
+            ``lens`` (what the model would predict from the sources so far, at every reader; no logits are stored),
+            ``attribution`` (what each source adds to the logit of the true next token), ``gradient`` (norms of the
+            gradients of the loss at readers and sources, by one more forward and one backward pass). What exactly, the
+            attributes ``lens_definition``, ``attribution_definition`` and ``gradient_definition`` of the trace say.
+        sublayers: ``(write module, reader module)`` paths of a module of no known family, in execution order; ``*`` is
+            a layer number. What a module writes is its output, what it reads is its input. A module that runs several
+            times in one forward pass, because it is looped or shared, needs one name per call: ``"block.attn"`` is its
+            first, ``"block.attn@1"`` its second. For two loops over all layers:
+            ``[("h.*.attn", "h.*.ln"), ("h.*.attn@1", "h.*.ln@1")]``. Neighbours with the same reader are parallel.
+        final: Path of the module that reads the final residual; goes with ``sublayers`` and takes ``@`` as they do.
         truncate: Cut prompts that are longer than the model's context, with a warning, instead of refusing them.
         max_new_tokens: Go on greedily by so many tokens, with the model's key-value cache; they are captured too.
 
@@ -92,12 +108,26 @@ def capture_batches(
         raise OptionError(f"batch_size is {batch_size}; it must be at least 1.")
     if max_new_tokens < 0:
         raise OptionError(f"max_new_tokens is {max_new_tokens}; it must be at least 0.")
-    model = unwrapped(model)
-    layout = name_layout(model, sublayers, _final(final)) if sublayers is not None else find_layout(model)
+    if max_new_tokens and "gradient" in kept:
+        raise OptionError("gradient needs one whole forward pass, but max_new_tokens goes on token by token; keep one.")
+    named = unwrapped(model)
+    model = bridged(named)
+    require_weights(model)
+    layout = name_layout(named, sublayers, _final(final)) if sublayers is not None else find_layout(model)
     run = Run(model, layout, _method(method, layout), tokenizer, kept)
     room = run.context and run.context - max_new_tokens
     encoded = encode_prompts(prompts, tokenizer, max_length=room, vocab_size=run.vocab_size, truncate=truncate)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    run.causal = is_causal(model, encoded, device)
+    if kept & {"attribution", "gradient"} and not run.causal:
+        raise CaptureError(
+            f"{type(model).__name__} is no causal decoder, so it has no next-token loss for attribution or gradient; "
+            "capture it without them in keep."
+        )
+    if kept & READOUT:
+        run.tail = find_tail(model, layout, encoded, device)
+    if "attribution" in kept:
+        require_linear(run.tail)
     pad = "attention_mask" in run.accepts and not max_new_tokens
     return (run.trace(batch, max_new_tokens) for batch in batches(encoded, batch_size, pad=pad, device=device))
 

@@ -1,5 +1,6 @@
 """Prompts as a user gives them, turned into batches of token ids."""
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from resinspect.errors import PromptError
 
+SPACE, BYTE = "▁", re.compile("<0x([0-9A-F]{2})>")
+"""How SentencePiece writes a space, and a byte that no other piece covers."""
 Prompts = str | Iterable[str] | Iterable[int] | Iterable[Sequence[int]] | np.ndarray | Tensor | Mapping[str, Any]
 
 
@@ -37,6 +40,12 @@ class Batch:
     def positions(self) -> Tensor:
         """Position of each token within its own prompt, ``(batch, token)``; 0 at padding."""
         return (self.mask.long().cumsum(-1) - 1).clamp(min=0) + self.past
+
+    def next_ids(self, following: Tensor | None = None) -> Tensor:
+        """The token after each, ``(batch, token)``: -1 where there is none; ``following`` comes after the last."""
+        ids = self.ids.roll(-1, dims=1).masked_fill(~self.mask.roll(-1, dims=1), -1)
+        ids[:, -1] = -1 if following is None else following
+        return ids
 
     def followed_by(self, ids: Tensor) -> "Batch":
         """The next token ``(batch,)`` of each prompt as a batch of its own; this batch must not be padded."""
@@ -110,17 +119,27 @@ def batches(encoded: Sequence[list[int]], size: int, *, pad: bool, device: torch
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """The literal text of each token; its bytes where it is part of a character, its id without a tokenizer."""
-    if tokenizer is None:
-        return [str(i) for i in ids]
-    unique = {i: tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in set(ids)}
-    broken = {i for i, text in unique.items() if "�" in text or not text}
-    pieces = {i: _piece_text(tokenizer.convert_ids_to_tokens(i)) for i in broken}
-    return [pieces.get(i, unique[i]) for i in ids]
+    """The literal text of each token; its bytes where it is part of a character, its id where there is no text."""
+    unique = {i: str(i) if tokenizer is None else _token_text(i, tokenizer) for i in set(ids)}
+    return [unique[i] for i in ids]
+
+
+def _token_text(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None:
+        # Embeddings are often padded beyond the vocabulary.
+        return text or str(token)
+    if (spaced := piece.replace(SPACE, " ")) != piece and spaced.strip() == text.strip():
+        # Decoded by itself, a piece loses the space before it.
+        return spaced
+    return _piece_text(piece) if "�" in text or not text else text
 
 
 def _piece_text(piece: str) -> str:
-    """A piece of the byte-level alphabet as text, what is no whole character as ``\\xe2``; other pieces as they are."""
+    """A piece of bytes as text, what is no whole character as ``\\xe2``; other pieces as they are."""
+    if byte := BYTE.fullmatch(piece):
+        return bytes.fromhex(byte[1]).decode("utf-8", errors="backslashreplace")
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     if not all(character in byte_of for character in piece):
         return piece
@@ -174,7 +193,7 @@ def _unpadded(index: int, row: list[int], mask: list[Any]) -> list[int]:
 def _ids(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise PromptError(f"prompt {index} is text but there is no tokenizer; pass tokenizer= or token ids.")
+            raise PromptError(f"prompt {index} is text but there is no tokenizer; give one, or token ids (--ids).")
         return list(tokenizer(prompt, verbose=False)["input_ids"])
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
         raise PromptError(f"prompt {index} is a {type(prompt).__name__}; give a text or a list of token ids.")

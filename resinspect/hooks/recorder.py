@@ -17,6 +17,8 @@ WILD = 0.05
 """A map that misses more than this share of a reader's input by more than rounding is wrong, not inexact."""
 NORMAL_EQUATIONS = 1e-9
 """Rounding of a float64 solve, whose sources may be dependent up to pivots of 1e-14."""
+READOUT = frozenset({"lens", "attribution"})
+"""Parts of a trace that look at the final readout once the run is over."""
 READERS_AT_ONCE = 5
 """Reader inputs held back to be measured together: more is faster, fewer keeps memory near that of the writes."""
 
@@ -42,7 +44,8 @@ class Recorder:
         layout: The model's sources, readers and program.
         batch: Says which places of ``(batch, token)`` are real tokens.
         method: ``"replay"`` or ``"solve"``.
-        keep: Optional groups: ``"gram"``, ``"cross"``, ``"natives"``, ``"hidden"``.
+        keep: Optional groups: ``"gram"``, ``"cross"``, ``"natives"``, ``"hidden"``; with one of ``READOUT`` the writes
+            stay until ``release``.
 
     Attributes:
         dtype: In which the model formed its residual, once it ran.
@@ -64,6 +67,8 @@ class Recorder:
 
     def receive(self, event: Event, value: Tensor) -> None:
         """Take one event; ``value`` is ``(batch, token, ...)`` and is copied."""
+        if value.shape[:2] != self.batch.ids.shape and value.shape[:1] == (self.batch.ids.numel(),):
+            value = value.unflatten(0, self.batch.ids.shape)  # some layers flatten (batch, token)
         if value.shape[:2] != self.batch.ids.shape:
             raise CaptureError(
                 f"{self._name(event)} has shape {tuple(value.shape)}, but the batch has (batch, token) = "
@@ -93,6 +98,7 @@ class Recorder:
             self._flush()
         else:
             result |= self._solve_all() if self.method == "solve" else self._push_terms()
+            self._weight = result["weight"]
             if "gram" in self.keep:
                 parts = [measure_pairs(self._writes[c], self._group[c]) for c in chunks(self._writes)]
                 result |= {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -103,8 +109,27 @@ class Recorder:
         result["source_norm"] = self._norms.to(self._weight.dtype)
         if "hidden" in self.keep:
             result |= {"reader_hidden": torch.stack(self._hidden, dim=1), "source_hidden": self._writes}
-        self._writes = None  # as large as everything else together
+        if not self.keep & READOUT:
+            self.release()
         return result
+
+    def release(self) -> None:
+        """Forget the writes, which are as large as everything else together."""
+        self._writes = None
+
+    def final_contributions(self, part: slice) -> Tensor:
+        """What the final reader gets of each source, ``(token, source, d)``, for some tokens; once finished."""
+        if self.method == "solve" or self._online:
+            return self._weight[part, -1, :, None] * self._writes[part]
+        first, stop, _ = part.indices(len(self._writes))
+        terms = []
+        for inner in chunks(self._writes[part], copies=4 * len(self.layout.anatomy.readers)):
+            at = slice(first + inner.start, min(first + inner.stop, stop))
+            terms.append(push_terms(self.layout, self._natives(at), self._writes[at])[0][:, -1])
+        return torch.cat(terms)
+
+    def _natives(self, part: slice) -> dict[int, Native]:
+        return {i: {name: value[part] for name, value in native.items()} for i, native in self.natives.items()}
 
     def _on_source(self, event: Event, value: Tensor) -> None:
         self._expect(event, self._written)
@@ -179,8 +204,7 @@ class Recorder:
         """Push every write through the program as a vector of its own, a few tokens at a time."""
         parts = []
         for part in chunks(self._writes, copies=4 * len(self.layout.anatomy.readers)):
-            natives = {i: {name: value[part] for name, value in native.items()} for i, native in self.natives.items()}
-            terms, paths = push_terms(self.layout, natives, self._writes[part])
+            terms, paths = push_terms(self.layout, self._natives(part), self._writes[part])
             parts.append(measure_terms(self._writes[part], self._group[part], terms, paths))
         measured = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         by_source = {name: value for name, value in measured.items() if value.ndim == 3}
@@ -204,7 +228,8 @@ class Recorder:
         fidelity, kappa = (self._measured[name][0] for name in ("fidelity", "kappa"))
         reach = torch.tensor(prefix, device=weight.device)
         rounding = tolerance("solve", self.dtype) * max(eps, NORMAL_EQUATIONS) * kappa * reach.sqrt()
-        fidelity[~identifiable.any(-1) & ((reach >= self.width) | (fidelity <= rounding))] = torch.nan
+        closes = fidelity.isfinite() & (fidelity <= rounding)
+        fidelity[~identifiable.any(-1) & ((reach >= self.width) | closes)] = torch.nan
         return {"weight": weight.masked_fill(~identifiable, torch.nan), "weight_error": error}
 
     def _allocate(self, value: Tensor) -> None:

@@ -17,10 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from resinspect.errors import CaptureError
 from resinspect.families import Event, Layout
+from resinspect.families.forward import call, evaluating, vocabulary
+from resinspect.hooks.causality import logits_of
 from resinspect.hooks.geometry import next_token_loss
+from resinspect.hooks.gradients import gradients
+from resinspect.hooks.lens import attribute, definitions, look_through
 from resinspect.hooks.prompts import Batch, token_texts
-from resinspect.hooks.recorder import WILD, Recorder, tolerance
-from resinspect.hooks.taps import attached, evaluating
+from resinspect.hooks.recorder import READOUT, WILD, Recorder, tolerance
+from resinspect.hooks.tail import Tail
+from resinspect.hooks.taps import attached
+from resinspect.program import TERM
 from resinspect.trace import build_trace, fidelity_summary
 
 CACHE_NAMES = ("cache", "past_key_values")
@@ -39,6 +45,8 @@ class Run:
         method: ``"replay"`` or ``"solve"``.
         tokenizer: Labels tokens; without one their ids do.
         keep: Optional parts of the trace.
+        causal: Whether the model is a decoder, so that it has a next-token loss.
+        tail: From the final reader's input to logits, for the lens and the attribution.
     """
 
     model: nn.Module
@@ -46,12 +54,14 @@ class Run:
     method: str
     tokenizer: PreTrainedTokenizerBase | None
     keep: frozenset[str]
+    causal: bool = True
+    tail: Tail | None = None
 
     def __post_init__(self) -> None:
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
         self.config = getattr(self.model, "config", None)
         self.context = getattr(self.config, "max_position_embeddings", None)
-        self.vocab_size = getattr(self.config, "vocab_size", None) or _embedded_ids(self.model)
+        self.vocab_size = vocabulary(self.model)
         self.fingerprint = fingerprint(self.model)
 
     def trace(self, batch: Batch, new_tokens: int = 0) -> xr.Dataset:
@@ -75,7 +85,7 @@ class Run:
         cache = None
         for left in range(new_tokens, -1, -1):
             recorder, output = self._forward(batch, cache, use_cache=new_tokens > 0)
-            logits, following = _logits(output), None
+            logits, following = logits_of(output), None
             if left:
                 cache = _cache(output)
                 if logits is None or cache is None:
@@ -86,7 +96,10 @@ class Run:
                 following = logits[:, -1].argmax(-1)
             with torch.no_grad(), _full_precision(batch.ids.device):
                 variables: dict[str, Any] = recorder.finish()
-                variables |= self._predictions(batch, logits, following)
+                variables |= self._predictions(batch, logits, following, recorder)
+                recorder.release()
+            if "gradient" in self.keep:
+                variables |= gradients(self.model, self.layout, batch, self._arguments(batch, None, use_cache=False))
             arrays = {name: _numpy(value) for name, value in variables.items()}
             if "natives" in self.keep and self.method == "replay":
                 arrays |= _stack_natives(self.layout, recorder)
@@ -102,37 +115,47 @@ class Run:
                 recorder.receive(event, value)
 
         with evaluating(self.model), attached(self.layout.taps, receive):
-            return recorder, self.model(batch.ids, **self._arguments(batch, cache, use_cache))
+            return recorder, call(self.model, batch.ids, **self._arguments(batch, cache, use_cache))
 
     def _arguments(self, batch: Batch, cache: Any, use_cache: bool) -> dict[str, Any]:
         arguments = {"use_cache": use_cache, "return_dict": True}
         if cache is not None:
             arguments[next(name for name in CACHE_NAMES if name in self.accepts)] = cache
         if batch.padded:
-            arguments |= {"attention_mask": batch.mask.long(), "position_ids": batch.positions}
+            # Padding is on the right: a model's own positions are right, and some do not begin at 0 (RoBERTa).
+            arguments["attention_mask"] = batch.mask.long()
         return {name: value for name, value in arguments.items() if name in self.accepts}
 
     def _warn_vacuous(self, recorder: Recorder) -> None:
         vacuous = [r.name for r in self.layout.anatomy.readers if r.prefix >= recorder.width]
         if vacuous and self.method == "solve":
             warnings.warn(
-                f"readers from {vacuous[0]!r} on have as many sources as the model has channels ({recorder.width}), or more, "
-                "so that weights which fit prove nothing; only a known scheme (replay) can map them.",
+                f"readers from {vacuous[0]!r} on have as many sources as the model has channels ({recorder.width}), or "
+                "more, so that weights which fit prove nothing; only a known scheme (replay) can map them.",
                 stacklevel=2,
             )
 
-    def _predictions(self, batch: Batch, logits: Tensor | None, following: Tensor | None) -> dict[str, Tensor]:
+    def _predictions(
+        self, batch: Batch, logits: Tensor | None, following: Tensor | None, recorder: Recorder
+    ) -> dict[str, Tensor]:
         if logits is None or logits.shape != (*batch.ids.shape, self.vocab_size):
+            if asked := sorted(self.keep & {*READOUT, "gradient"}):
+                raise CaptureError(
+                    f"{type(self.model).__name__} does not give one logit for each of its {self.vocab_size} token ids, "
+                    f"so it has no next-token loss; capture it without {' and '.join(asked)} in keep."
+                )
             return {}
-        last = ~torch.cat([batch.mask[:, 1:], torch.zeros_like(batch.mask[:, :1])], dim=1)
         packed = batch.real(logits)
-        targets = batch.ids.roll(-1, dims=1)
-        if following is not None:
-            targets[:, -1] = following
-        loss = next_token_loss(packed, batch.real(targets).to(packed.device))
-        if following is None:
-            loss = loss.masked_fill(batch.real(last).to(loss.device), torch.nan)
-        return {"loss": loss} | ({"logits": packed} if "logits" in self.keep else {})
+        targets = batch.real(batch.next_ids(following)).to(packed.device) if self.causal else None
+        found = {"logits": packed} if "logits" in self.keep else {}
+        if targets is not None:
+            found["loss"] = next_token_loss(packed, targets.clamp(min=0)).masked_fill(targets < 0, torch.nan)
+        if "lens" in self.keep:
+            prefix = [reader.prefix for reader in self.layout.anatomy.readers]
+            found |= look_through(self.tail, recorder.final_contributions, prefix, packed, targets)
+        if "attribution" in self.keep:
+            found |= attribute(self.tail, recorder.final_contributions, targets)
+        return found
 
     def _tokens(self, batch: Batch) -> dict[str, Any]:
         rows = torch.arange(len(batch.ids), device=batch.ids.device)[:, None].expand_as(batch.ids)
@@ -144,6 +167,11 @@ class Run:
             "text": token_texts(ids, self.tokenizer),
         }
 
+    def _arithmetic(self, dtype: torch.dtype) -> torch.dtype:
+        """The coarsest dtype in which the model forms its residual."""
+        inside = self.layout.rounds_to or dtype
+        return max(dtype, inside, key=lambda kind: torch.finfo(kind).eps)
+
     def _attributes(self, recorder: Recorder) -> dict[str, Any]:
         packages = ("torch", "transformers", "transformer-lens", "xarray", "numpy", "resinspect")
         return {
@@ -152,23 +180,21 @@ class Run:
             "scheme": self.layout.scheme,
             "method": self.method,
             "hidden_size": recorder.width,
-            "dtype": str(recorder.dtype).removeprefix("torch."),
+            "dtype": str(self._arithmetic(recorder.dtype)).removeprefix("torch."),
             "write_definition": self.layout.write_definition,
             "source_definition": self.layout.source_definition,
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
             "hash": self.fingerprint,
             "tolerance": tolerance(self.method, recorder.dtype),
+            **definitions(
+                self.keep, self.tail, terms=self.method == "replay" and self.layout.connection.carrier == TERM
+            ),
         }
 
 
 def _full_precision(device: torch.device) -> Any:
     """Whatever autocast the model runs under, its record is not rounded by it."""
     return torch.autocast(device.type, enabled=False)
-
-
-def _embedded_ids(model: nn.Module) -> int | None:
-    """Number of ids of the first embedding, for modules without a configuration."""
-    return next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -197,13 +223,6 @@ def _by_prompt(steps: list[Step]) -> Step:
 
 def _cache(output: Any) -> Any:
     return next((value for name in CACHE_NAMES if (value := getattr(output, name, None)) is not None), None)
-
-
-def _logits(output: Any) -> Tensor | None:
-    value = getattr(output, "logits", None)
-    if value is None:
-        value = output[0] if isinstance(output, tuple) and output else output
-    return value if isinstance(value, Tensor) and value.ndim == 3 else None
 
 
 def _numpy(value: Tensor) -> np.ndarray:
@@ -242,12 +261,13 @@ def _refuse_wild(trace: xr.Dataset) -> xr.Dataset:
     first, count = summary["off"][0], len(summary["off"])
     where = _between(trace, first)
     if wild:
-        misses = [f"{float(median.sel(reader=name)):.2g} of what {name!r} reads" for name in dict.fromkeys([first, wild[0]])]
+        named = dict.fromkeys([first, wild[0]])
+        misses = [f"{float(median.sel(reader=name)):.2g} of what {name!r} reads" for name in named]
         says = "" if trace.attrs["method"] == "solve" else f" as {trace.attrs['scheme']!r} says"
         raise CaptureError(
-            f"the map is wrong from reader {first!r} on: the writes miss {' and '.join(misses)} (median over tokens). The "
-            f"model does not add up{says}: a source seems to be missing {where}, or its residual is scaled, normed or "
-            "mixed."
+            f"the map is wrong from reader {first!r} on: the writes miss {' and '.join(misses)} (median over tokens). "
+            f"The model does not add up{says}: a source seems to be missing {where}, or its residual is scaled, normed "
+            "or mixed."
         )
     warnings.warn(
         f"the map is off at {count} reader{'s' if count > 1 else ''}, first {first!r}: the reconstruction error (worst "

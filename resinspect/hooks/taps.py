@@ -1,23 +1,23 @@
 """Attaching to a model for the length of one capture, and leaving nothing behind."""
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from resinspect.errors import CaptureError
 from resinspect.families import Event, Seen, Tap
+from resinspect.families.layout import put_argument
 
-_ONE_AT_A_TIME = threading.RLock()
+Receive = Callable[[Event, Tensor], Tensor | None]
+"""Takes what a tap saw; a tensor that it returns takes its place in the model."""
 
 
 @contextmanager
-def attached(taps: Sequence[Tap], receive: Callable[[Event, Tensor], None]) -> Iterator[None]:
+def attached(taps: Sequence[Tap], receive: Receive) -> Iterator[None]:
     """Call ``receive(event, tensor)`` whenever a tap's module runs; every hook is removed on the way out."""
     places: dict[tuple[nn.Module, str], list[Tap]] = defaultdict(list)
     for tap in taps:
@@ -36,23 +36,6 @@ def attached(taps: Sequence[Tap], receive: Callable[[Event, Tensor], None]) -> I
             handle.remove()
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run eagerly, without gradients and dropout; each module's training flag is restored afterwards.
-
-    One at a time: the hooks of two captures on one model would see each other's forward.
-    """
-    with _ONE_AT_A_TIME:
-        flags = {module: module.training for module in model.modules()}
-        try:
-            model.eval()
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            for module, training in flags.items():
-                module.training = training
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile`` and data-parallel wrappers."""
     while True:
@@ -64,34 +47,42 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _before(taps: list[Tap], receive: Callable[[Event, Tensor], None]) -> Callable[..., None]:
+def _before(taps: list[Tap], receive: Receive) -> Callable[..., Any]:
     numbers = count()
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _emit(taps, next(numbers), Seen(args, kwargs, None), receive)
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen = Seen(args, kwargs, None)
+        edited = _emit(taps, next(numbers), seen, receive)
+        return None if edited is seen else (edited.args, edited.kwargs)
 
     return hook
 
 
-def _after(taps: list[Tap], receive: Callable[[Event, Tensor], None]) -> Callable[..., None]:
+def _after(taps: list[Tap], receive: Receive) -> Callable[..., Any]:
     numbers = count()
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        _emit(taps, next(numbers), Seen(args, kwargs, output), receive)
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        seen = Seen(args, kwargs, output)
+        edited = _emit(taps, next(numbers), seen, receive)
+        return None if edited is seen else edited.output
 
     return hook
 
 
-def _emit(taps: list[Tap], number: int, seen: Seen, receive: Callable[[Event, Tensor], None]) -> None:
+def _emit(taps: list[Tap], number: int, seen: Seen, receive: Receive) -> Seen:
     last = max(tap.call for tap in taps)
     if number > last:
+        path = taps[0].path.partition("@")[0]
         raise CaptureError(
-            f"module {taps[0].path!r} ran a {_ordinal(number + 1)} time in one forward pass, but its layout knows only "
-            f"{last + 1}; shared, looped or reordered modules need a layout that says so."
+            f"module {path!r} ran a {_ordinal(number + 1)} time in one forward pass, but its layout knows only "
+            f"{last + 1}; name every call of a looped or shared module in sublayers= and final=: '{path}@{number}' is "
+            "this one."
         )
     for tap in taps:
-        if tap.call == number:
-            receive(tap.event, _tensor(tap, seen))
+        if tap.call == number and tap.event is not None:
+            value = receive(tap.event, value_at(tap, seen))
+            seen = seen if value is None else put_at(tap, seen, value)
+    return seen
 
 
 def _ordinal(number: int) -> str:
@@ -114,7 +105,25 @@ def _only_hidden(tap: Tap, seen: Seen) -> Any:
     return tensors[0]
 
 
-def _tensor(tap: Tap, seen: Seen) -> Tensor:
+def put_at(tap: Tap, seen: Seen, value: Tensor) -> Seen:
+    """The same call with another tensor where the tap's was seen."""
+    if tap.put is not None:
+        return tap.put(seen, value)
+    if tap.side == "output":
+        whole = not (isinstance(seen.output, tuple) and seen.output)
+        return seen._replace(output=value if whole else (value, *seen.output[1:]))
+    if seen.args:
+        return put_argument(seen, value)
+    old = _only_hidden(tap, seen)
+    return seen._replace(kwargs={name: value if v is old else v for name, v in seen.kwargs.items()})
+
+
+def value_at(tap: Tap, seen: Seen) -> Tensor:
+    """What a tap sees in a call.
+
+    Raises:
+        CaptureError: If it is no tensor.
+    """
     if tap.pick is not None:
         value = tap.pick(seen)
     elif tap.side == "input":

@@ -65,9 +65,21 @@ VARIABLES: dict[str, Variable] = {
     "reader_mean": Variable(_BY_READER, "channel mean of the reader input", "activation"),
     "source_max": Variable(_BY_SOURCE, "largest channel of the write, absolute", "activation", nonnegative=True),
     "reader_gram": Variable(("token", "reader", "reader2"), "inner product of two reader inputs", "activation²"),
-    "write_cross": Variable(("token", "source", "reader"), "inner product of any write and reader input", "activation²"),
+    "write_cross": Variable(
+        ("token", "source", "reader"), "inner product of any write and reader input", "activation²"
+    ),
     "stream_weight": Variable(("token", "reader", "stream", "source"), "routing weight in each stream"),
     "loss": Variable(("token",), "loss of predicting the next token", "nats"),
+    "lens_kl": Variable(_BY_READER, "KL(final || lens) of the next token", "nats", nonnegative=True),
+    "lens_entropy": Variable(_BY_READER, "entropy of the lens", "nats", nonnegative=True),
+    "lens_overlap": Variable(_BY_READER, "share of the 5 likeliest tokens that lens and final have in common"),
+    "lens_loss": Variable(_BY_READER, "loss of the lens in predicting the next token", "nats", nonnegative=True),
+    "attribution": Variable(_BY_SOURCE, "part of the next token's logit above the mean logit", "nats"),
+    "attribution_bias": Variable(("token",), "part of that logit from biases of norm and head", "nats"),
+    "reader_gradient": Variable(
+        _BY_READER, "gradient of the loss by the reader input", "nats/activation", nonnegative=True
+    ),
+    "source_gradient": Variable(_BY_SOURCE, "gradient of the loss by the write", "nats/activation", nonnegative=True),
     "logits": Variable(("token", "vocab"), "logit of the next token", "nats"),
     "reader_hidden": Variable(("token", "reader", "hidden"), "reader input", "activation"),
     "source_hidden": Variable(("token", "source", "hidden"), "write", "activation"),
