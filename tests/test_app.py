@@ -13,6 +13,7 @@ from streamlit.testing.v1 import AppTest
 from transformers import AutoTokenizer
 
 import resinspect as ri
+from resinspect.errors import CaptureError
 
 TEXT = "It was <b>so</b> $x$ and $y$ **again** :smile: `n`"
 
@@ -95,6 +96,20 @@ def test_a_bad_checkpoint_is_one_sentence(app, make, tiny_checkpoint, tmp_path):
     """A checkpoint that is cut off, or has no tokenizer, and takes the page down."""
     test = app(other_folder(make(tiny_checkpoint, tmp_path)))
     assert len(test.error) == 1
+
+
+def test_an_unknown_model_is_the_sentence_that_capture_says(app, tiny_checkpoint, tmp_path, monkeypatch):
+    """A traceback or an endless spinner for a model of no known family; or a sentence other than the library's."""
+    folder = tmp_path / "unknown"
+    shutil.copytree(tiny_checkpoint, folder)
+    monkeypatch.setattr("resinspect.families.FAMILIES", {})
+    with pytest.raises(CaptureError, match=r"no known family.*'layers' holds 2 .*Name its sublayers") as error:
+        ri.capture(ri.load(folder)[0], [[1, 2]])
+    test = app(other_folder(folder))
+    assert len(test.error) == 1
+    said = test.error[0].value.replace("\\", "").replace("\u2060", "")
+    assert said == str(error.value)
+    assert "exact" not in shown(test)
 
 
 @pytest.mark.parametrize("text", ["", " \n "])

@@ -1,12 +1,13 @@
 """Other people's models: one table of tiny random ones, the same contract for all."""
 
-import contextlib
+import copy
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from tiny import TINY
+from torch.overrides import TorchFunctionMode
 
 import resinspect as ri
 from resinspect.errors import CaptureError
@@ -23,20 +24,14 @@ def built(tiny):
         pytest.skip(f"{tiny.name} cannot be built with the installed transformers: {error}")
 
 
-@contextlib.contextmanager
-def everything_in_float64(monkeypatch):
+class everything_in_float64(TorchFunctionMode):
     """Families that cast to float32 inside cannot close below its rounding unless their casts are float64 too."""
-    to = torch.Tensor.to
 
-    def widened(tensor, *args, **kwargs):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = torch.Tensor.double if func is torch.Tensor.float else func
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        return to(tensor, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        patch.setattr(torch.Tensor, "to", widened)
-        yield
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 def captured(model, prompts=PROMPTS, **options):
@@ -55,15 +50,32 @@ def test_map_is_exact_in_float32(tiny):
 
 
 @every_tiny
-def test_map_is_exact_in_float64(tiny, monkeypatch):
+def test_map_is_exact_in_float64(tiny):
     """A small term left out, such as an epsilon, which float32 cannot see."""
     model = built(tiny).double()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    with everything_in_float64(monkeypatch):
+    with everything_in_float64():
         trace = captured(model)
-    assert trace.attrs["dtype"] == "float64"
+    assert trace["reader_norm"].dtype == np.float64
     assert ri.fidelity_summary(trace)["worst"] <= 1e-12
+
+
+@every_tiny
+def test_a_float64_model_is_judged_by_what_it_really_computes_in(tiny):
+    """A correct map called off because the model casts to float32 inside."""
+    model = built(tiny).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*map is off")
+        try:
+            trace = captured(model, keep=("hidden",))
+        except (RuntimeError, CaptureError) as error:
+            pytest.skip(f"{tiny.name} does not run in float64, or is refused there: {error}")
+    if not np.isfinite(trace["reader_hidden"].values).all():
+        pytest.skip(f"{tiny.name} itself gives values that are not finite in float64")
+    assert ri.fidelity_summary(trace)["verdict"] == "exact"
 
 
 @every_tiny
@@ -109,6 +121,7 @@ def test_stored_and_loaded_model_has_the_same_map(tiny, tmp_path):
     model = built(tiny)
     model.save_pretrained(tmp_path)
     loaded, _ = ri.load(tmp_path)
+    loaded = copy.deepcopy(loaded)  # safetensors leaves tensors at odd addresses, where kernels sum in another order
     first, second = captured(model, PROMPTS[:1]), captured(loaded, PROMPTS[:1])
     np.testing.assert_array_equal(first["weight"].values, second["weight"].values)
 
@@ -121,7 +134,7 @@ def test_solve_agrees_with_replay(tiny):
     model = built(tiny)
     replayed = captured(model)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*more sources than.*")
+        warnings.filterwarnings("ignore", message=".*as many sources as.*")
         solved = captured(model, method="solve")
     known = ~np.isnan(solved["weight"].values)
     assert known.mean() > 0.2
@@ -158,6 +171,8 @@ def test_decoding_with_a_cache_appends_the_rows_of_the_full_forward(tiny):
     """Rows of a decode step taken from the wrong position, or a cache that changes what is read."""
     if not tiny.causal:
         pytest.skip("not a decoder")
+    if not tiny.cached:
+        pytest.skip("its forward gives no cache")
     model = built(tiny)
     decoded = captured(model, PROMPTS[:2], max_new_tokens=3)
     assert ri.fidelity_summary(decoded)["verdict"] == "exact"

@@ -22,8 +22,11 @@ MAY_IMPORT = {
     "hooks": {"anatomy", "trace", "program", "families", "models"},
     "checkpoint": {"bundle", "models"},
     "analysis": {"anatomy", "trace"},
+    "interventions": {"anatomy", "trace", "program", "families", "hooks", "analysis"},
     "figures": {"trace", "anatomy"},
-    "cli": {"bundle", "checkpoint", "figures", "hooks", "models", "trace"},
+    "inspection": {"anatomy", "checkpoint", "families", "program"},
+    "listings": {"bundle", "families", "inspection", "models"},
+    "cli": {"bundle", "checkpoint", "families", "figures", "hooks", "listings", "models", "trace"},
 }
 HEAVY = ("torch", "transformers", "transformer_lens", "plotly", "matplotlib", "xarray", "pandas", "sklearn")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from resinspect.anatomy import Anatomy
@@ -43,18 +44,45 @@ class Tap:
         path: Name of the module, for messages.
         module: The module.
         side: Before (``"input"``) or after (``"output"``).
-        event: What is seen there.
+        event: What is seen there; None for a call that is known and of no interest.
         pick: Takes or computes the tensor ``(batch, token, ...)``; by default the first input or the output, or the
             first item of an output tuple.
         call: Which call of the module in one forward pass, where it runs more than once.
+        put: The counterpart of ``pick``: the same call with another tensor in its place. Not needed where ``pick`` is
+            not given, but for a source that is seen at an input.
+        carried: Of a reader: whether the model also carries on from this very tensor, so that no edit of it would be an
+            edit of what is read alone.
     """
 
     path: str
     module: nn.Module
     side: Literal["input", "output"]
-    event: Event
+    event: Event | None
     pick: Callable[[Seen], Tensor] | None = None
     call: int = 0
+    put: Callable[[Seen, Tensor], Seen] | None = None
+    carried: bool = False
+
+
+def put_argument(seen: Seen, value: Tensor) -> Seen:
+    """A call with another first argument."""
+    return seen._replace(args=(value, *seen.args[1:]))
+
+
+def put_item(index: int) -> Callable[[Seen, Tensor], Seen]:
+    """Replaces one item of what a module returns, a tuple or a stack of tensors."""
+
+    def put(seen: Seen, value: Tensor) -> Seen:
+        output = seen.output
+        if isinstance(output, Tensor):
+            output = output.clone()
+            output[index] = value
+            return seen._replace(output=output)
+        items = list(output)
+        items[index] = value
+        return seen._replace(output=tuple(items))
+
+    return put
 
 
 @dataclass(frozen=True)
@@ -70,6 +98,7 @@ class Layout:
         write_definition: What counts as a write.
         source_definition: What source 0 is.
         routing: Names of the parameters that decide the routing.
+        rounds_to: The dtype that the model rounds its residual or weights to inside, whatever its own; None for none.
     """
 
     family: str
@@ -80,6 +109,7 @@ class Layout:
     write_definition: str
     source_definition: str
     routing: tuple[str, ...] = ()
+    rounds_to: torch.dtype | None = None
 
 
 Recognise = Callable[[nn.Module], Layout | None]
@@ -106,3 +136,10 @@ class Family:
     weight: Weight
     readers: str
     error: float
+
+    @property
+    def method(self) -> str:
+        """How its W is found, then what tests check it by: the rows of W can be solved where they are scalars."""
+        if self.weight == "solved":
+            return "solve"
+        return "replay, solve" if self.weight in ("static scalar", "scalar per token") else "replay"

@@ -20,6 +20,7 @@ def recognise(model: nn.Module) -> Layout | None:
         connection=model.connection,
         write_definition="output of the sublayer (attention output projection, MLP down projection)",
         source_definition="source 0 is the token embedding",
+        routing=tuple(name for name, _ in model.named_parameters() if name.startswith("connection.")),
     )
 
 

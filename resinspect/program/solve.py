@@ -91,12 +91,12 @@ def _hidden(inverse: Tensor, factor: Tensor, dependent: Tensor, reach: Tensor, *
     """Weights that nothing determines, ``(token, reader, source)``.
 
     Row j of the inverse factor, times its pivot, is a dependent source j minus its combination of earlier ones: every
-    source in it can trade weight with the others. With more sources than channels that holds for all.
+    source in it can trade weight with the others. With as many sources as channels any input fits, so none is known.
     """
     combination = inverse * factor.diagonal(dim1=-2, dim2=-1)[..., None]
     traded = dependent[..., None] & (combination.abs() > TRADED)
     hidden = reach.to(inverse.dtype) @ traded.to(inverse.dtype) > 0
-    return hidden | (reach.sum(-1, keepdim=True) > width)
+    return hidden | (reach.sum(-1, keepdim=True) >= width)
 
 
 def _error_bound(noise: Tensor, size: Tensor, inverse_gram: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ class Unroll:
         self.state = connection.start(carrier, source(0))
         self._next, self._writing = 0, False
         self._native: Native = {}
+        self._before = self.state
 
     def read_at(self, site: Site, native_of: Callable[[Site], Native]) -> tuple[Tensor, ...]:
         """Run on to a site, through all writes before it, and form its inputs."""
@@ -61,8 +62,13 @@ class Unroll:
 
     def read(self, native: Native) -> tuple[Tensor, ...]:
         """Form the next site's inputs; natives of its write may follow with ``write``."""
+        self._before = self.state
+        return self.read_again(native)
+
+    def read_again(self, native: Native) -> tuple[Tensor, ...]:
+        """Form the inputs of the site that was read last once more: more of its natives are known."""
         site = self.anatomy.sites[self._next]
-        rows, self.state = self.connection.read(self.carrier, self.state, site, native)
+        rows, self.state = self.connection.read(self.carrier, self._before, site, native)
         self._native, self._writing = native, True
         return rows
 

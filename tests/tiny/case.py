@@ -19,6 +19,7 @@ class Tiny:
         plain: Whether its W is 1 everywhere, so that the null hypothesis W = 1 holds.
         scalar: Whether one scalar per source and token says all, so that W can be solved.
         causal: Whether it is a decoder: next-token loss and generation make sense.
+        cached: Whether its forward gives a key-value cache to go on from.
     """
 
     family: str
@@ -27,6 +28,7 @@ class Tiny:
     plain: bool = False
     scalar: bool = True
     causal: bool = True
+    cached: bool = True
 
     def __str__(self) -> str:
         return self.name
