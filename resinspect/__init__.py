@@ -6,6 +6,8 @@ Names load what they need on first use; ``import resinspect`` itself loads neith
 from importlib import import_module
 from typing import Any
 
+from resinspect.analysis.table import MEASURES
+
 __version__ = "0.1.0"
 
 _WHERE = {
@@ -29,8 +31,22 @@ _WHERE = {
     "to_matplotlib": "resinspect.figures",
     "to_plotly": "resinspect.figures",
     "visible_text": "resinspect.figures",
+    "analyze": "resinspect.analysis.table",
+    "compare": "resinspect.analysis.similarity",
+    "summarise": "resinspect.analysis.summary",
+    "ablate_edge": "resinspect.interventions",
+    "ablate_source": "resinspect.interventions",
+    "effects": "resinspect.interventions",
+    "freeze_to": "resinspect.interventions",
+    "intervene": "resinspect.interventions",
+    "mean_routing": "resinspect.interventions",
+    "recency_only": "resinspect.interventions",
+    "routing_vs_causal": "resinspect.interventions",
+    "shuffle_tokens": "resinspect.interventions",
+    "skip_effects": "resinspect.interventions",
+    "uniform_routing": "resinspect.interventions",
     "ResinspectError": "resinspect.errors",
-}
+} | {name: f"resinspect.analysis.{measure.module}" for name, measure in MEASURES.items()}
 
 __all__ = sorted(_WHERE)
 

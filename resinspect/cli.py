@@ -126,6 +126,33 @@ def families(
 
 
 @cli.command()
+def analyze(
+    source: Annotated[str, typer.Argument(metavar="TRACE", help="Folder or zip of a stored trace.")],
+    *,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for one CSV file per measure.")] = None,
+    drop_first: Annotated[int, typer.Option(min=0, help="Leading tokens of each document to leave out.")] = 0,
+) -> None:
+    """Measure a trace: dilution, specialization, drift, streams; intervals are over documents."""
+    from resinspect.analysis.export import write_tables
+    from resinspect.analysis.table import analyze as run
+    from resinspect.analysis.table import headlines
+    from resinspect.listings import headline_table
+    from resinspect.trace import describe, open_trace
+
+    trace = open_trace(source)
+    with _notes(), err.status(f"measuring {source}"):
+        tables, left_out = run(trace.load(), drop_first=drop_first)
+    if folder is not None:
+        write_tables(tables, left_out, folder)
+    out.print(describe(trace), highlight=False, markup=False, soft_wrap=True)
+    out.print(headline_table(headlines(tables)))
+    lines = [f"left out, as the trace holds too little for them: {', '.join(left_out)}"] if left_out else []
+    lines += [f"wrote {len(tables)} tables to {folder}"] if folder is not None else []
+    for line in lines:
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@cli.command()
 def models() -> None:
     """List bundled checkpoints and the connections of the reference model."""
     from resinspect.listings import checkpoint_table, connection_table

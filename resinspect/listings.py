@@ -1,13 +1,24 @@
 """What the command line lists, as tables for a terminal."""
 
 import json
+from math import isnan
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Column, Table
 
 from resinspect.bundle import bundled
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+HEADLINES = ("measure", "value", "95 % interval", "null", "docs")
+HEADLINE_CAPTION = (
+    "Values are means over tokens; intervals are bootstraps over documents; null is the value without the effect, or "
+    "the upper end of what permutations give. Definitions: the docstring of the function of that name."
+)
 
 
 def checkpoint_table() -> Table:
@@ -40,6 +51,22 @@ def family_table() -> Table:
     table = Table(*columns, title="Families of models", caption=CAPTION, **look)
     for row in family_rows():
         table.add_row(*map(escape, row))
+    return table
+
+
+def headline_table(rows: "pd.DataFrame") -> Table:
+    """The few numbers of an analysis that say most, each with its interval and null."""
+    columns = [Column(name, justify="right" if i else "left", no_wrap=True) for i, name in enumerate(HEADLINES)]
+    table = Table(*columns, box=SIMPLE, pad_edge=False, caption=HEADLINE_CAPTION, caption_justify="left")
+    shown = ""
+    for row in rows.itertuples():
+        if row.of and row.measure != shown:
+            table.add_row(escape(row.measure))
+        shown = row.measure
+        interval = "no interval" if isnan(row.low) else f"{row.low:.3f} to {row.high:.3f}"
+        null = "" if isnan(row.null) else f"{row.null:.3f}"
+        name = f"  {row.of}" if row.of else row.measure
+        table.add_row(*map(escape, (name, f"{row.value:.3f}", interval, null, f"{row.documents:.0f}")))
     return table
 
 

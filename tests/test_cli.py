@@ -250,3 +250,21 @@ def test_ctrl_c_leaves_a_clean_stop(tiny_checkpoint, tmp_path):
     assert "Traceback" not in err
     with pytest.warns(UserWarning, match="incomplete"):
         assert ri.open_trace(tmp_path / "t").sizes["token"] > 0
+
+
+def test_analyze_writes_every_table_and_prints_what_matters(run, tiny_checkpoint, tmp_path):
+    """A measure computed and thrown away, or a folder that a refused second run has changed."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("In the beginning.\nThe second prompt, a little longer.\nThe third of them.\n")
+    assert run("capture", tiny_checkpoint, "--prompts", prompts, "--out", tmp_path / "t")[0] == 0
+    code, out, _ = run("analyze", tmp_path / "t", "--out", tmp_path / "tables")
+    assert code == 0
+    for word in ("dilution_index", "exponent", "staticness", "left out", "logit_lens", "exact"):
+        assert word in out
+    written = {path.stem for path in (tmp_path / "tables").iterdir()}
+    assert {"contribution_share", "variance_of_routing", "left_out"} <= written
+    code, _, error = run("analyze", tmp_path / "t", "--out", tmp_path / "tables")
+    assert code == 2
+    assert "is not empty" in error
+    assert {path.stem for path in (tmp_path / "tables").iterdir()} == written
+    assert run("analyze", tmp_path / "nowhere")[0] == 2

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "figures": {"trace", "anatomy"},
     "inspection": {"anatomy", "checkpoint", "families", "program"},
     "listings": {"bundle", "families", "inspection", "models"},
-    "cli": {"bundle", "checkpoint", "families", "figures", "hooks", "listings", "models", "trace"},
+    "cli": {"analysis", "bundle", "checkpoint", "families", "figures", "hooks", "listings", "models", "trace"},
 }
 HEAVY = ("torch", "transformers", "transformer_lens", "plotly", "matplotlib", "xarray", "pandas", "sklearn")
 

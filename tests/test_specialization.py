@@ -261,7 +261,7 @@ def test_sampling_noise_and_rounding_have_no_groups():
     assert table.attrs["groups"] == 0
     assert (table["group"] == -1).all()
     assert np.isnan(profile_map(plain).attrs["explained"]).all()
-    rounded = np.tril(np.ones((17, 17)))
+    rounded = np.tril(np.ones((17, 17))) / np.arange(1, 18)[:, None]
     rounded[READS, np.where(READS % 2, READS, 0)] += 1e-10
     assert profile_clusters(noisy(rounded, jitter=0)).attrs["groups"] == 0
 

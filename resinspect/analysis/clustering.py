@@ -16,7 +16,7 @@ def groupings(rows: np.ndarray, numbers: Iterable[int]) -> list[np.ndarray]:
 
 
 def silhouettes(rows: np.ndarray, labels: list[np.ndarray]) -> np.ndarray:
-    """Mean silhouette of each grouping; NaN for one group. scikit-learn's takes 20 times as long on so few members."""
+    """Mean silhouette of each grouping; NaN for one group. scikit-learn's takes ten times as long on so few members."""
     apart, scores = squareform(pdist(rows)), []
     for grouping in labels:
         _, which, size = np.unique(grouping, return_inverse=True, return_counts=True)
@@ -49,13 +49,3 @@ def gradual(rows: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """As many draws from one Gaussian with the covariance of the rows."""
     draw = generator.standard_normal((len(rows), len(rows)))
     return draw @ (rows - rows.mean(0)) / np.sqrt(len(rows) - 1)
-
-
-def scattered(rows: np.ndarray, available: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """The common row, and each row's differences from it shuffled over what is available to that row."""
-    count = available.sum(0)
-    common = np.divide((rows * available).sum(0), count, out=np.zeros(rows.shape[1]), where=count > 0)
-    result = np.zeros_like(rows)
-    for row, difference, there in zip(result, rows - common, available, strict=True):
-        row[there] = common[there] + generator.permutation(difference[there])
-    return result

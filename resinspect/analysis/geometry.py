@@ -155,7 +155,7 @@ def angular_distance(trace: xr.Dataset) -> xr.DataArray:
 
     Returns:
         ``(token, reader, reader2)``, no unit: 0 same direction, 0.5 orthogonal, 1 opposite; float32 inner products
-        resolve it to about 2e-4. NaN as in ``reader_cosine``. Null value ``arccos(sqrt(n / n')) / pi``.
+        resolve angles near 0 to about 4e-4. NaN as in ``reader_cosine``. Null value ``arccos(sqrt(n / n')) / pi``.
 
     Raises:
         TraceError: If a variable is missing.

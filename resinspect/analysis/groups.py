@@ -7,7 +7,7 @@ import pandas as pd
 import xarray as xr
 from sklearn.decomposition import PCA
 
-from resinspect.analysis.clustering import agreement, best_silhouette, gradual, groupings, scattered, silhouettes
+from resinspect.analysis.clustering import agreement, best_silhouette, gradual, groupings, silhouettes
 from resinspect.analysis.inputs import reach
 from resinspect.analysis.profiles import Share, distances, embeddings, overlap, unsigned
 from resinspect.analysis.summary import LEVEL, by_document, draws
@@ -37,8 +37,7 @@ def profile_groups(
     accepted if its mean silhouette (Rousseeuw 1987) is above what grouping gives where there are no groups, and if
     resampling documents gives the same groups (mean adjusted Rand index of at least 0.8), of which at least two have
     more than one member. Without groups means draws from one Gaussian of the same covariance (profiles that change
-    gradually; Liu et al. 2008, SigClust), and for readers also each one's difference from the common profile shuffled
-    over its features (readers of few sources lie far out by chance); each with its best silhouette over all numbers.
+    gradually; Liu et al. 2008, SigClust), each with its best silhouette over all numbers.
 
     Args:
         trace: With what the share needs.
@@ -51,8 +50,8 @@ def profile_groups(
         seed: Of both.
 
     Returns:
-        One row per number of ``groups``, from 2: ``silhouette`` (-1 to 1), ``null`` (``level`` quantile of the
-        stricter of both nulls), ``p`` (the larger), ``stability`` (NaN with one document, and then nothing is
+        One row per number of ``groups``, from 2: ``silhouette`` (-1 to 1), ``null`` (its ``level`` quantile without
+        groups), ``p``, ``stability`` (NaN with one document, and then nothing is
         accepted), ``accepted``, ``members``, ``tokens``, ``documents``. None accepted: no groups.
 
     Raises:
@@ -60,22 +59,15 @@ def profile_groups(
             readers after them.
         OptionError: If an option has a value that is not allowed.
     """
-    rows, available, names, size = _features(trace, of, share, drop_first, (resamples, seed))
+    rows, names, size = _features(trace, of, share, drop_first, (resamples, seed))
     numbers = range(2, min(largest, len(names) - 2) + 1)
     found = groupings(rows[0], numbers)
     scores = silhouettes(rows[0], found)
-    generator, null = np.random.default_rng(seed), []
-    for _ in range(resamples):
-        drawn = [gradual(rows[0], generator)]
-        # What a source differs by is level, which shuffling would keep.
-        drawn += [scattered(rows[0], available, generator)] if of == "reader" else []
-        null.append([best_silhouette(draw, numbers) for draw in drawn])
-    null = np.array(null)
+    generator = np.random.default_rng(seed)
+    null = np.array([best_silhouette(gradual(rows[0], generator), numbers) for _ in range(resamples)])
     again = [groupings(row, numbers) for row in rows[1:]]
-    frame = pd.DataFrame(
-        {"groups": list(numbers), "silhouette": scores, "null": np.quantile(null, level, axis=0).max()}
-    )
-    frame["p"] = [(1 + (~(null < score)).sum(0).max()) / (1 + resamples) for score in scores]
+    frame = pd.DataFrame({"groups": list(numbers), "silhouette": scores, "null": np.quantile(null, level)})
+    frame["p"] = [(1 + (~(null < score)).sum()) / (1 + resamples) for score in scores]
     frame["stability"] = [agreement(now, [once[i] for once in again]) for i, now in enumerate(found)]
     # One group beside single members is no grouping.
     several = np.array([np.sort(np.bincount(labels))[-2] > 1 for labels in found])
@@ -120,7 +112,7 @@ def profile_clusters(
     evidence = profile_groups(
         trace, of=of, share=share, drop_first=drop_first, largest=largest, resamples=resamples, level=level, seed=seed
     )
-    rows, _, names, _ = _features(trace, of, share, drop_first, (0, seed))
+    rows, names, _ = _features(trace, of, share, drop_first, (0, seed))
     accepted = evidence[evidence["accepted"]]
     best = (accepted if len(accepted) else evidence).sort_values("silhouette").iloc[-1]
     groups = int(best["groups"]) if len(accepted) else 0
@@ -153,7 +145,7 @@ def profile_map(
         TraceError: As ``profile_groups``.
         OptionError: As ``profile_groups``.
     """
-    rows, _, names, size = _features(trace, of, share, drop_first, (0, 0))
+    rows, names, size = _features(trace, of, share, drop_first, (0, 0))
     varies = bool(np.ptp(rows[0], axis=0).max() > 1e-12)
     pca = PCA(2, svd_solver="full").fit(rows[0]) if varies else None
     points = pca.transform(rows[0]) if pca else np.zeros((len(names), 2))
@@ -167,11 +159,8 @@ def profile_map(
 
 def _features(
     trace: xr.Dataset, of: str, share: Share, drop_first: int, resampling: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int]]:
-    """Features of all documents and of resamples ``(1 + resample, member, feature)``.
-
-    Also which features each member can have, the members, and the numbers of tokens and documents.
-    """
+) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+    """Features ``(1 + resample, member, feature)`` of all documents and of resamples; members; tokens and documents."""
     if of not in ("reader", "source"):
         raise OptionError(f"of is {of!r}; choose reader or source.")
     values = unsigned(trace, share)
@@ -183,8 +172,7 @@ def _features(
     total = picks @ counts
     means = np.divide(picks @ sums, total, out=np.full(total.shape, np.nan), where=total > 0)
     excess = np.where(reach(trace), means.reshape(-1, *values.shape[1:]) - 1 / reach(trace).sum(-1)[:, None], 0)
-    arrange = _of_readers if of == "reader" else _of_sources
-    features, available = arrange(trace, excess), arrange(trace, reach(trace).astype(float)[None])[0] > 0
+    features = _of_readers(trace, excess) if of == "reader" else _of_sources(trace, excess)
     # Groups of profiles that differ by rounding would be groups all the same.
     features = np.round(features, 9)
     choice = reach(trace).sum(1) > 1 if of == "reader" else (reach(trace).sum(0) >= _QUARTERS) & ~embeddings(trace)
@@ -193,7 +181,7 @@ def _features(
         raise TraceError(
             f"groups need at least four {of}s whose profile is known and not fixed; here are {len(members)}."
         )
-    return features[:, members], available[members], members, (int(kept.sum()), len(sums))
+    return features[:, members], members, (int(kept.sum()), len(sums))
 
 
 def _of_readers(trace: xr.Dataset, excess: np.ndarray) -> np.ndarray:

@@ -115,8 +115,8 @@ def headlines(tables: "dict[str, pd.DataFrame]") -> "pd.DataFrame":
     """The few rows of ``analyze`` that belong in a short summary.
 
     Returns:
-        Columns ``measure``, ``of``, ``value``, ``low``, ``high``, ``null``, ``documents``; ``null`` is one value, or the
-        upper bound of a permutation null.
+        Columns ``measure``, ``of``, ``value``, ``low``, ``high``, ``null``, ``documents``; ``null`` is one value, or
+        the upper bound of a permutation null.
     """
     import pandas as pd
 
@@ -127,6 +127,7 @@ def headlines(tables: "dict[str, pd.DataFrame]") -> "pd.DataFrame":
             continue
         for _, line in (table.query(row.headline) if row.headline else table).iterrows():
             of = ", ".join(str(line[column]) for column in row.by)
-            null = next((line[column] for column in ("null", "null_high") if column in line), float("nan"))
+            null = next((line[column] for column in ("null", "null_high") if column in line), table.attrs.get("null"))
             rows.append((name, of, line[row.value], line["low"], line["high"], null, line["documents"]))
-    return pd.DataFrame(rows, columns=["measure", "of", "value", "low", "high", "null", "documents"])
+    frame = pd.DataFrame(rows, columns=["measure", "of", "value", "low", "high", "null", "documents"])
+    return frame.astype({"null": float})
