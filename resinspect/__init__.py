@@ -34,6 +34,7 @@ _WHERE = {
     "analyze": "resinspect.analysis.table",
     "compare": "resinspect.analysis.similarity",
     "summarise": "resinspect.analysis.summary",
+    "doctor": "resinspect.checkup",
     "ablate_edge": "resinspect.interventions",
     "ablate_source": "resinspect.interventions",
     "effects": "resinspect.interventions",

@@ -3,33 +3,32 @@
 import socket
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from resinspect.bundle import app_folder, bundled
-from resinspect.errors import OptionError, PromptError, ResinspectError
-
-MANIFEST = "manifest.json"
+from resinspect.errors import OptionError, ResinspectError
+from resinspect.terminal import (
+    Ids,
+    Method,
+    Model,
+    Text,
+    Truncate,
+    Trust,
+    err,
+    is_trace,
+    load_model,
+    notes,
+    out,
+    progress_bar,
+    read_texts,
+)
 
 cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-out = Console()
-err = Console(stderr=True)
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or .pt file of a checkpoint, or a bundled name.")]
-Text = Annotated[str | None, typer.Option("--text", help="One prompt.")]
-Ids = Annotated[str | None, typer.Option("--ids", help="One prompt as token ids, such as '3 14 15'.")]
-Method = Annotated[str, typer.Option(help="auto, replay or solve.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")]
-Truncate = Annotated[bool, typer.Option("--truncate", help="Cut prompts longer than the context instead of refusing.")]
 
 
 @cli.command()
@@ -49,11 +48,11 @@ def capture(
     trust_remote_code: Trust = False,
 ) -> None:
     """Run a model on prompts and store its routing maps as a trace."""
-    texts = _texts(text, ids, prompts)
+    texts = read_texts(text, ids, prompts)
     kept = [name for name in keep.split(",") if name]
     options = {"method": method, "batch_size": batch_size, "keep": kept, "truncate": truncate}
     out.print(
-        _capture_to(trace, _load(model, trust_remote_code), texts, options),
+        _capture_to(trace, load_model(model, trust_remote_code), texts, options),
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -77,7 +76,7 @@ def draw_map(
     from resinspect.figures import routing_map, save_figure
     from resinspect.trace import describe, open_trace
 
-    if _is_trace(source):
+    if is_trace(source):
         if (text, ids) != (None, None):
             raise OptionError(f"{source} is a trace, which has its own text; --text and --ids go with a model.")
         trace = open_trace(source)
@@ -86,9 +85,9 @@ def draw_map(
 
         if (text, ids) == (None, None):
             raise OptionError(f"{source} is not a trace, so it is taken as a model, which needs --text or --ids.")
-        texts = _texts(text, ids, None)
-        loaded, tokenizer = _load(source, trust_remote_code)
-        with _notes():
+        texts = read_texts(text, ids, None)
+        loaded, tokenizer = load_model(source, trust_remote_code)
+        with notes():
             trace = run(loaded, texts, tokenizer=tokenizer, method=method, truncate=truncate)
     limits = None if limit is None else (-limit if float(trace["weight"].min()) < 0 else 0.0, limit)
     save_figure(routing_map(trace, token=token, limits=limits), figure)
@@ -104,7 +103,7 @@ def inspect_checkpoint(
     """Say what a checkpoint is and how its residual will be read, without loading its weights."""
     from resinspect.listings import inspection_table
 
-    with _notes(), err.status(escape(f"reading {model}")):
+    with notes(), err.status(escape(f"reading {model}")):
         table = inspection_table(model, trust_remote_code=trust_remote_code)
     out.print(table, highlight=False)
 
@@ -140,7 +139,7 @@ def analyze(
     from resinspect.trace import describe, open_trace
 
     trace = open_trace(source)
-    with _notes(), err.status(f"measuring {source}"):
+    with notes(), err.status(f"measuring {source}"):
         tables, left_out = run(trace.load(), drop_first=drop_first)
     if folder is not None:
         write_tables(tables, left_out, folder)
@@ -150,6 +149,41 @@ def analyze(
     lines += [f"wrote {len(tables)} tables to {folder}"] if folder is not None else []
     for line in lines:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@cli.command()
+def doctor(
+    source: Annotated[str, typer.Argument(metavar="MODEL_OR_TRACE", help="A checkpoint as for capture, or a trace.")],
+    *,
+    text: Text = None,
+    ids: Ids = None,
+    prompts: Annotated[Path | None, typer.Option(help="UTF-8 text file, one prompt per line.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="File for one row per statement.")] = None,
+    method: Method = "auto",
+    truncate: Truncate = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Say what is broken, untrained or wrong; exit code 1 if anything is. A model without prompts reads some prose."""
+    from resinspect.checkup import describe_report, exit_code, write_report
+    from resinspect.checkup import doctor as examine
+    from resinspect.trace import open_trace
+
+    given = [text, ids, prompts].count(None) < 3
+    if is_trace(source):
+        if given:
+            raise OptionError(f"{source} is a trace, which has its own text; --text, --ids, --prompts go with a model.")
+        report = examine(open_trace(source))
+    else:
+        texts = read_texts(text, ids, prompts) if given else None
+        model, tokenizer = load_model(source, trust_remote_code)
+        with notes(), err.status(escape(f"examining {source}")):
+            report = examine(model, texts, tokenizer=tokenizer, method=method, truncate=truncate)
+    colours = {"finding": "red", "note": "yellow"}
+    for severity, line in describe_report(report):
+        out.print(line, style=colours.get(severity), highlight=False, markup=False, soft_wrap=True)
+    if csv is not None:
+        write_report(report, csv)
+    raise typer.Exit(exit_code(report))
 
 
 @cli.command()
@@ -214,67 +248,18 @@ def main() -> None:
         sys.exit(2)
 
 
-def _texts(text: str | None, ids: str | None, prompts: Path | None) -> list[str] | list[list[int]]:
-    if [text, ids, prompts].count(None) != 2:
-        raise PromptError("give exactly one of --text, --ids and --prompts.")
-    if text is not None:
-        return [text]
-    if ids is not None:
-        words = ids.replace(",", " ").split()
-        if wrong := [word for word in words if not word.isdecimal()]:
-            raise PromptError(f"--ids holds {wrong[0]!r}, which is no token id; give numbers such as '3 14 15'.")
-        return [[int(word) for word in words]]
-    try:
-        lines = prompts.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{prompts} is not UTF-8 (byte {error.start}); save it as UTF-8.") from error
-    except OSError as error:
-        raise PromptError(
-            f"{prompts} cannot be read: {error.strerror}; give a text file, one prompt per line."
-        ) from error
-    if texts := [line for line in lines if line.strip()]:
-        return texts
-    raise PromptError(f"{prompts} has no prompts; write one per line.")
-
-
 def _capture_to(folder: Path, model: tuple[Any, Any], texts: list[Any], options: dict[str, Any]) -> str:
     """Stream traces to ``folder`` batch by batch; the line that describes the whole."""
     from resinspect.hooks.capture import capture_batches
     from resinspect.trace import TraceWriter, describe, open_trace
 
     loaded, tokenizer = model
-    with _notes(), TraceWriter(folder) as writer, _progress() as progress:
+    with notes(), TraceWriter(folder) as writer, progress_bar() as progress:
         bar = progress.add_task("capture", total=len(texts))
         for trace in capture_batches(loaded, texts, tokenizer=tokenizer, **options):
             writer.append(trace)
             progress.advance(bar, len(set(trace["sample"].values.tolist())))
     return describe(open_trace(folder))
-
-
-def _load(model: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    from resinspect.checkpoint import load
-
-    with _notes(), err.status(escape(f"loading {model}")):
-        return load(model, trust_remote_code=trust_remote_code)
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=err, transient=True, redirect_stdout=False, redirect_stderr=False)
-
-
-@contextmanager
-def _notes() -> Iterator[None]:
-    """Show the library's warnings as one line each, after the work."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for message in dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, UserWarning)):
-        err.print(f"note: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-
-
-def _is_trace(path: str) -> bool:
-    return (Path(path) / MANIFEST).is_file() or (path.endswith(".zip") and Path(path).is_file())
 
 
 def _is_free(port: int) -> bool:

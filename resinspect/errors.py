@@ -1,5 +1,7 @@
 """The errors a user can cause: one clear sentence each, shown without a traceback by the CLI and the app."""
 
+from typing import Any
+
 
 class ResinspectError(Exception):
     """Base of all errors that say what was given, what is allowed and what to do."""
@@ -11,6 +13,14 @@ class CheckpointError(ResinspectError):
 
 class CaptureError(ResinspectError):
     """A forward pass cannot be turned into a faithful map."""
+
+
+class MapError(CaptureError):
+    """The map of a forward pass is wrong; ``trace`` holds it, for whoever asks what is wrong with it."""
+
+    def __init__(self, message: str, trace: Any = None) -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 class PromptError(ResinspectError):

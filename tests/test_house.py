@@ -23,10 +23,23 @@ MAY_IMPORT = {
     "checkpoint": {"bundle", "models"},
     "analysis": {"anatomy", "trace"},
     "interventions": {"anatomy", "trace", "program", "families", "hooks", "analysis"},
+    "checkup": {"anatomy", "trace", "families", "hooks", "analysis"},
     "figures": {"trace", "anatomy"},
     "inspection": {"anatomy", "checkpoint", "families", "program"},
     "listings": {"bundle", "families", "inspection", "models"},
-    "cli": {"analysis", "bundle", "checkpoint", "families", "figures", "hooks", "listings", "models", "trace"},
+    "terminal": {"checkpoint"},
+    "cli": {
+        "analysis",
+        "bundle",
+        "checkup",
+        "families",
+        "figures",
+        "hooks",
+        "listings",
+        "models",
+        "terminal",
+        "trace",
+    },
 }
 HEAVY = ("torch", "transformers", "transformer_lens", "plotly", "matplotlib", "xarray", "pandas", "sklearn")
 

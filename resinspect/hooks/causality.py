@@ -38,29 +38,43 @@ def is_causal(model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.
     One forward over the start of the longest prompt and two copies with another last token. A model that claims to be
     a decoder and is none gets a warning. True if it cannot be told: no logits, or no earlier token.
     """
-    start = list(max(prompts, key=len)[:LONGEST])
-    if len(start) < 2:
+    found = change_of_earlier(model, prompts, device)
+    if found is None:
         return True
-    others = [*dict.fromkeys(token for token in (*start, 0, 1, 2) if token != start[-1])][:2]
-    ids = torch.tensor([start, *([*start[:-1], other] for other in others)], device=device)
-    with evaluating(model):
-        logits = logits_of(call(model, ids, use_cache=False, return_dict=True))
-    if logits is None or logits.shape[:2] != ids.shape:
-        return True
-    earlier = logits[:, :-1].double()
-    change = (earlier[1:] - earlier[0]).norm(dim=-1) / earlier[0].norm(dim=-1)
-    # Both changes must show it: a single one could be an expert chosen differently within rounding.
-    changed = float(change.amax(-1).amin())
-    eps = max(torch.finfo(value.dtype).eps for value in (logits, *_floats(model)))
-    causal = not changed > max(SMALLEST, ROUNDINGS * eps)
-    if not causal and _claims_to_decode(model):
+    changed, limit, tokens = found
+    causal = not changed > limit
+    if not causal and claims_to_decode(model):
         warnings.warn(
-            f"{type(model).__name__} sees later tokens: changing only the last of {len(start)} tokens changed the "
+            f"{type(model).__name__} sees later tokens: changing only the last of {tokens} tokens changed the "
             f"logits of earlier ones by {changed:.1e}. The map shows what it computed, but it is no causal decoder, "
             "so no next-token loss is given; check its attention mask.",
             stacklevel=2,
         )
     return causal
+
+
+def change_of_earlier(
+    model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[float, float, int] | None:
+    """How much logits of earlier tokens change with the last one, what of it may be rounding, and over how many tokens.
+
+    None if it cannot be told: no logits, or no earlier token.
+    """
+    start = list(max(prompts, key=len)[:LONGEST])
+    if len(start) < 2:
+        return None
+    others = [*dict.fromkeys(token for token in (*start, 0, 1, 2) if token != start[-1])][:2]
+    ids = torch.tensor([start, *([*start[:-1], other] for other in others)], device=device)
+    with evaluating(model):
+        logits = logits_of(call(model, ids, use_cache=False, return_dict=True))
+    if logits is None or logits.shape[:2] != ids.shape:
+        return None
+    earlier = logits[:, :-1].double()
+    change = (earlier[1:] - earlier[0]).norm(dim=-1) / earlier[0].norm(dim=-1)
+    # Both changes must show it: a single one could be an expert chosen differently within rounding.
+    changed = float(change.amax(-1).amin())
+    eps = max(torch.finfo(value.dtype).eps for value in (logits, *_floats(model)))
+    return changed, max(SMALLEST, ROUNDINGS * eps), len(start)
 
 
 def logits_of(output: Any) -> Tensor | None:
@@ -71,7 +85,7 @@ def logits_of(output: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) and value.ndim == 3 else None
 
 
-def _claims_to_decode(model: nn.Module) -> bool:
+def claims_to_decode(model: nn.Module) -> bool:
     """Models of transformers say so; any other with logits is taken to be one."""
     can_generate = getattr(model, "can_generate", None)
     return bool(can_generate()) if callable(can_generate) else True

@@ -15,7 +15,7 @@ import xarray as xr
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from resinspect.errors import CaptureError
+from resinspect.errors import CaptureError, MapError
 from resinspect.families import Event, Layout
 from resinspect.families.forward import call, evaluating, vocabulary
 from resinspect.hooks.causality import logits_of
@@ -254,9 +254,13 @@ def _refuse_wild(trace: xr.Dataset) -> xr.Dataset:
     median = trace["fidelity"].median("token")
     wild = [name for name in summary["off"] if not float(median.sel(reader=name)) <= WILD]
     if wild and not np.isfinite(float(median.sel(reader=wild[0]))):
-        raise CaptureError(
-            f"reader {wild[0]!r} gets values that are not finite (NaN or inf) at most tokens, so there is nothing to "
-            "map; check the weights, or run the model in a wider dtype."
+        # A write that is NaN spoils the reconstruction of readers measured together with it, also of earlier ones.
+        lost = trace["reader"].values[(~np.isfinite(trace["reader_norm"])).mean("token").values > 0.5]
+        first = str((lost if len(lost) else wild)[0])
+        raise MapError(
+            f"reader {first!r} gets values that are not finite (NaN or inf) at most tokens, so there is nothing to "
+            "map; check the weights, or run the model in a wider dtype.",
+            trace,
         )
     first, count = summary["off"][0], len(summary["off"])
     where = _between(trace, first)
@@ -264,10 +268,11 @@ def _refuse_wild(trace: xr.Dataset) -> xr.Dataset:
         named = dict.fromkeys([first, wild[0]])
         misses = [f"{float(median.sel(reader=name)):.2g} of what {name!r} reads" for name in named]
         says = "" if trace.attrs["method"] == "solve" else f" as {trace.attrs['scheme']!r} says"
-        raise CaptureError(
+        raise MapError(
             f"the map is wrong from reader {first!r} on: the writes miss {' and '.join(misses)} (median over tokens). "
             f"The model does not add up{says}: a source seems to be missing {where}, or its residual is scaled, normed "
-            "or mixed."
+            "or mixed.",
+            trace,
         )
     warnings.warn(
         f"the map is off at {count} reader{'s' if count > 1 else ''}, first {first!r}: the reconstruction error (worst "

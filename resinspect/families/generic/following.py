@@ -9,6 +9,7 @@ from torch import nn
 
 from resinspect.families.generic.multipliers import exact
 from resinspect.families.generic.probe import Probe, probe
+from resinspect.families.generic.reach import unseen_read
 from resinspect.families.generic.residual import Residual, follow
 
 _SEEN: ContextVar[dict[object, Probe | Residual] | None] = ContextVar("seen", default=None)
@@ -40,7 +41,8 @@ def followed(model: nn.Module, *, norms: bool) -> Residual:
         config = getattr(model, "config", None)
         layers = found.probe.layers
         steps = [exact(step, layers[step.layer].module, layers[step.layer].path, config) for step in found.steps]
-        seen[model, norms] = replace(found, steps=steps)
+        why = found.why or unseen_read(model, found.probe, steps)
+        seen[model, norms] = replace(found, steps=steps, why=why)
     return seen[model, norms]
 
 

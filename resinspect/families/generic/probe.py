@@ -9,7 +9,7 @@ silent, and a norm cannot pass for a multiplier. The model itself stays as it is
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class Probe:
         calls: All calls from the first layer on, in the order in which they began.
         count: How often each module ran.
         why: Where there is nothing to see, one clause that says why.
+        ids: The tokens.
     """
 
     stack: str = ""
@@ -73,6 +74,7 @@ class Probe:
     calls: list[Call] = field(default_factory=list)
     count: Counter[nn.Module] = field(default_factory=Counter)
     why: str = ""
+    ids: Tensor | None = None
 
 
 def probe(model: nn.Module) -> Probe:
@@ -93,7 +95,7 @@ def probe(model: nn.Module) -> Probe:
             call(model, ids, use_cache=False, return_dict=True)
     except Exception as error:
         return Probe(why=f"it does not run on token ids alone ({type(error).__name__}: {_first_line(error)})")
-    return _seen(stacks, recorder)
+    return replace(_seen(stacks, recorder), ids=ids)
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -165,7 +167,7 @@ class _Recorder:
             self.count[module] += 1
             self.calls.append(new)
             self._open.append(new)
-            slot, value = _first_input(args, kwargs, self.width)
+            slot, value = first_input(args, kwargs, self.width)
             if value is None:
                 return None
             new.slot = slot
@@ -174,7 +176,7 @@ class _Recorder:
                 self.width = value.shape[-1]
                 value = self._random(value)
             new.read = _grid(value)
-            return _replaced(args, kwargs, slot, value) if first else None
+            return replaced(args, kwargs, slot, value) if first else None
 
         return hook
 
@@ -209,7 +211,7 @@ class _Recorder:
         return self._clock
 
 
-def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any], width: int) -> tuple[int | str, Tensor | None]:
+def first_input(args: tuple[Any, ...], kwargs: dict[str, Any], width: int) -> tuple[int | str, Tensor | None]:
     """What a module works on: its first argument, ``hidden_states``, or the only one it can be."""
     if args:
         return 0, args[0] if _is_hidden(args[0], width) else None
@@ -219,9 +221,10 @@ def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any], width: int) -> t
     return (found[0], kwargs[found[0]]) if len(found) == 1 else (0, None)
 
 
-def _replaced(
+def replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str, value: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with another first input."""
     return ((value, *args[1:]), kwargs) if slot == 0 else (args, kwargs | {slot: value})
 
 

@@ -104,11 +104,14 @@ class _Walk:
                 raise Lost(f"layer {layer.path!r} reads the residual and adds nothing to it")
 
     def readout(self) -> Call | None:
-        """The first call after the last layer that reads the residual."""
+        """The first call after the last layer that reads the residual; None only where nothing runs there."""
         last = self.probe.layers[-1]
         for call in self._working(last.stop):
             if _same(call.read, self.state) or self._advance(call.read, call.start):
                 return call
+        for call in self.probe.calls:
+            if call.start > last.stop and self._has_width(call.read) and not _same(call.read, self.state):
+                raise Lost(f"what {call.path!r} reads after the last layer is no weighted sum of the residual")
         return None
 
     def _working(self, after: int, before: float = math.inf) -> list[Call]:
@@ -123,7 +126,7 @@ class _Walk:
             return
         if not self._is_given(call) and self._advance(call.read, call.start):
             self.readers.append(call)
-        elif call.inside[-1] is layer and norm_of(call) and not self._is_internal(call):
+        elif _enters(call, layer) and norm_of(call) and not self._is_internal(call):
             raise Lost(f"what {call.path!r} reads is no weighted sum of the residual and of what modules gave before")
 
     def _must(self, target: Tensor, now: int, what: str) -> None:
@@ -212,6 +215,12 @@ def _distinct(calls: Sequence[Call]) -> list[Call]:
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two values are the same, bit by bit; a cast to another precision changes nothing."""
     return one.shape == other.shape and (torch.equal(one, other) or torch.equal(one, other.to(one.dtype)))
+
+
+def _enters(call: Call, layer: Call) -> bool:
+    """Whether a call within a layer gets what the layer itself hands to its sublayer, however deep it lies in that."""
+    around = call.inside[call.inside.index(layer) + 1 :]
+    return all(outer.read is not None and _same(outer.read, call.read) for outer in around)
 
 
 def _passes(call: Call) -> bool:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from resinspect.doctor.patient import Patient
-from resinspect.doctor.rows import NotApplicable
+from resinspect.checkup.patient import Patient
+from resinspect.checkup.rows import NotApplicable
 
 SOFTMAX: dict[tuple[str, str], tuple[str, ...]] = {
     ("reference", "attnres"): ("alpha",),
@@ -34,7 +34,9 @@ GATES: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
 
 
 def softmaxes(patient: Patient) -> Iterator[tuple[str, np.ndarray]]:
-    """Every softmax over depth: where, and its weights ``(token, slot)``, slots that do not exist there left out.
+    """Every softmax over depth: where, and its weights ``(token, slot)`` on tokens where all are finite.
+
+    Slots that do not exist there are left out.
 
     Raises:
         NotApplicable: If the scheme has none that is known, or the trace holds no natives.
@@ -48,7 +50,7 @@ def softmaxes(patient: Patient) -> Iterator[tuple[str, np.ndarray]]:
         for site, place in enumerate(patient.sites):
             for view in range(views.shape[2]):
                 weights = views[:, site, view]
-                known = ~np.isnan(weights).all(0)
-                if known.any():
+                known = weights[:, ~np.isnan(weights).all(0)]
+                if known.size:
                     label = f"{place}[{view}]" if views.shape[2] > 1 else place
-                    yield label if name == "alpha" else f"{label} {name}", weights[:, known]
+                    yield label if name == "alpha" else f"{label} {name}", known[np.isfinite(known).all(1)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from resinspect.doctor.rows import NotApplicable
+from resinspect.checkup.rows import NotApplicable
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 import numpy as np
+import xarray as xr
 
-from resinspect.doctor.patient import Patient
-from resinspect.doctor.rows import NotApplicable, Row, at_token, listed, tokens_of
-from resinspect.trace import EPS, fidelity_summary, verdict
+from resinspect.checkup.patient import Patient
+from resinspect.checkup.rows import NotApplicable, Row, Severity, at_token, listed, tokens_of
+from resinspect.trace import EPS, verdict
 
+_BLOCK = 4096
 FALLS = 0.25
 FEWEST = 20
 """Tokens below which a share of tokens, or of a mean, says nothing."""
@@ -18,36 +20,48 @@ def fidelity(patient: Patient) -> Iterator[Row]:
 
     Threshold: the rounding bound ``c eps kappa sqrt(S)`` of ``ri.verdict``; a reader beyond it at any token is off (a
     finding). An error that rounding explains but that is above 2 % is unknown (a note): a wrong map could hide there.
+    Where errors are off only because they are not finite, the map may be right; the finding says so.
     """
     trace = patient.trace
-    words, errors = verdict(trace).values, trace["fidelity"].values.astype(np.float64)
-    readers = trace.coords["reader"].values
-    bound = _bound(patient)
+    errors, bound = trace["fidelity"].values.astype(np.float64), _bound(patient)
     over = np.where(bound > 0, errors / np.where(bound > 0, bound, 1), np.where(errors > 0, np.inf, 0.0))
-    over[np.isnan(over) & ~np.isnan(errors)] = np.inf
-    fitted = " (fitted by solve on the same vectors)" if trace.attrs["method"] == "solve" else ""
-    follows = {
-        "off": ("finding", "W is not what the model did at these readers; nothing computed from it there can be used."),
-        "unknown": ("note", "W may be right at these readers, but this run cannot show it."),
-        "exact": ("ok", ""),
-    }
-    for word, (severity, consequence) in follows.items():
+    words = verdict(trace).values.astype(object)
+    words[(words == "off") & ~(np.isfinite(over) & (over > 1)).any(0)] = "not finite"
+    fitted = "; W was fitted to these very vectors (solve)" if trace.attrs["method"] == "solve" else ""
+    readers = trace.coords["reader"].values
+    for word, (severity, threshold, consequence) in _VERDICTS.items():
         at = words == word
         if not at.any():
             continue
-        known = errors[:, at][~np.isnan(errors[:, at])]
-        worst = f"relative error up to {known.max():.2g}, " if known.size else "no error known, "
-        ratio = np.nanmax(over[:, at]) if known.size else np.nan
-        yield Row(
-            severity,
-            f"{worst}{ratio:.2g} of what rounding explains{fitted}; {tokens_of(trace)}"
-            + (f"; capture says: {patient.refused}" if word == "off" and patient.refused else ""),
-            listed(readers[at], of=len(readers), what="readers"),
-            float(ratio),
-            int(known.size),
-            "more than rounding explains (1)" if word != "unknown" else "error above 2 %, or none known",
-            consequence,
-        )
+        known = np.isfinite(over[:, at])
+        worst, times = (x[:, at][known].max(initial=0.0) for x in (errors, over))
+        evidence = f"relative error up to {worst:.2g}, {times:.2g} of what rounding explains; {tokens_of(trace)}"
+        if not known.all():
+            evidence += f"; none known or finite at {int((~known).sum())} of {known.size} places"
+        if word in ("off", "not finite") and patient.refused:
+            evidence += f"; capture says: {patient.refused.rstrip('.')}"
+        where = listed(readers[at], of=len(readers), what="readers")
+        yield Row(severity, evidence + fitted, where, float(times), int(known.sum()), threshold, consequence)
+
+
+_VERDICTS: dict[str, tuple[Severity, str, str]] = {
+    "off": (
+        "finding",
+        "more than rounding explains (1)",
+        "W is not what the model did at these readers; nothing computed from it there can be used.",
+    ),
+    "not finite": (
+        "finding",
+        "not finite",
+        "Whether W is right at these readers cannot be told where values are not finite.",
+    ),
+    "unknown": (
+        "note",
+        "above 2 %, or none known",
+        "W may be right at these readers, but this run cannot show it.",
+    ),
+    "exact": ("ok", "more than rounding explains (1)", ""),
+}
 
 
 def _bound(patient: Patient) -> np.ndarray:
@@ -83,7 +97,7 @@ def non_finite(patient: Patient) -> Iterator[Row]:
             "any",
             "Everything that reads this is NaN or infinite too; look at this place first.",
         )
-    others = [str(name) for name, values in trace.data_vars.items() if _infinite(values.values)]
+    others = [str(name) for name, values in trace.data_vars.items() if _infinite(values)]
     if others and not places:
         yield Row(
             "finding",
@@ -98,8 +112,13 @@ def non_finite(patient: Patient) -> Iterator[Row]:
         yield Row("ok", f"no norm is NaN and no value infinite; {tokens_of(trace)}", n=trace.sizes["token"])
 
 
-def _infinite(values: np.ndarray) -> bool:
-    return values.dtype.kind == "f" and bool(np.isinf(values).any())
+def _infinite(values: xr.DataArray) -> bool:
+    """Read in blocks: a lazily opened trace may hold more than memory."""
+    if values.dtype.kind != "f":
+        return False
+    starts = range(0, values.sizes.get("token", 1), _BLOCK)
+    blocks = (values.isel(token=slice(i, i + _BLOCK)) if "token" in values.dims else values for i in starts)
+    return any(bool(np.isinf(block.values).any()) for block in blocks)
 
 
 def zero_sources(patient: Patient) -> Iterator[Row]:
@@ -116,7 +135,12 @@ def zero_sources(patient: Patient) -> Iterator[Row]:
     some = zero.any(0) & ~always
     said = (
         ("finding", always & ~bias, "every token", "These sublayers add nothing, so no weight on them has a meaning."),
-        ("note", always & bias, "every token", "These biases are zero, as at initialisation; weights on them are idle."),
+        (
+            "note",
+            always & bias,
+            "every token",
+            "These biases are zero, as at initialisation; weights on them are idle.",
+        ),
         ("note", some, "some tokens", "Shares and cosines of these sources are 0 or undefined at those tokens."),
     )
     for severity, at, when, consequence in said:

@@ -13,7 +13,7 @@ SEVERITIES: tuple[Severity, ...] = ("finding", "note", "ok", "not applicable")
 changes how other numbers are to be read. Both only where the data shows it."""
 
 
-class NotApplicable(Exception):  # noqa: N818 - no error: the check has nothing to look at
+class NotApplicable(Exception):
     """A check cannot say anything here; the message says why."""
 
 
