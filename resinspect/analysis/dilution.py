@@ -15,7 +15,8 @@ from resinspect.analysis.inputs import (
     require,
     write_products,
 )
-from resinspect.analysis.summary import by_document, draws
+from resinspect.analysis.resampling import bootstrap, percentiles
+from resinspect.analysis.summary import by_document
 from resinspect.errors import OptionError
 
 READ = ("token", "reader", "source")
@@ -155,17 +156,16 @@ def persistence_fit(
     sums, counts = by_document(share[kept][:, pairs], trace.coords["sample"].values[kept])
     steps, available = distance[pairs], np.broadcast_to(reach(trace).sum(-1)[:, None], pairs.shape)[pairs]
     source = np.broadcast_to(np.arange(pairs.shape[1]), pairs.shape)[pairs]
-    picks = np.vstack([np.ones(len(sums)), draws(len(sums), resamples, seed)])
+    picks = bootstrap(len(sums), resamples, seed)
     means = (picks @ sums) / np.maximum(picks @ counts, 1)
     found = {
         "half_life": (np.array([_half_life(row, steps) for row in means]), np.inf),
         "exponent": (_slopes(means, source, available), -1.0),
     }
-    tail = (1 - level) / 2
     rows = []
     for name, (values, null) in found.items():
-        bounds = np.quantile(values[1:], [tail, 1 - tail], method="nearest") if len(sums) > 1 else [np.nan, np.nan]
-        rows.append((name, values[0], *bounds, null, int(kept.sum()), len(sums)))
+        low, high = percentiles(values, len(sums), level)
+        rows.append((name, values[0], low, high, null, int(kept.sum()), len(sums)))
     return pd.DataFrame(rows, columns=["quantity", "value", "low", "high", "null", "tokens", "documents"])
 
 

@@ -24,4 +24,5 @@ def percentiles(values: np.ndarray, documents: int, level: float, *, centred: bo
         return np.full((2, *values.shape[1:]), np.nan)
     resampled = values[1:] - (values[1:].mean(0) - values[0] if centred else 0)
     tail = (1 - level) / 2
-    return np.quantile(resampled, [tail, 1 - tail], axis=0)
+    # The nearest value: between a finite and an infinite one there is no other.
+    return np.quantile(resampled, [tail, 1 - tail], axis=0, method="nearest")

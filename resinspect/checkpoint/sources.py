@@ -14,6 +14,8 @@ from resinspect.bundle import bundled
 from resinspect.checkpoint.files import PICKLES, Contents, check_folder, check_weights, glance, lone_pickle
 from resinspect.errors import CheckpointError
 
+SHOWN = 100
+"""Characters of a path that are shown where it cannot be one."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -69,10 +71,16 @@ def locate(path: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: If it can be neither.
     """
-    place, known = Path(path).expanduser(), bundled()
+    known = bundled()
     if not str(path).strip():
         raise CheckpointError(f"the model has no name; {spelling()}.")
-    if place.exists():
+    try:
+        place = Path(path).expanduser()
+        there = place.exists()
+    except (OSError, RuntimeError) as error:
+        # A name too long for the system, no permission to look, the home of an unknown user.
+        raise CheckpointError(f"{str(path)[:SHOWN]} cannot be a path here ({_reason(error)}); {spelling()}.") from error
+    if there:
         return place
     if path in known:
         return known[path]
@@ -108,6 +116,10 @@ def check_model_type(folder: Path, config: dict[str, Any], trust_remote_code: bo
             f"{folder / 'config.json'} has model_type {kind!r}, unknown to transformers; correct it, or "
             f"{trust if own_code else 'update transformers'}."
         )
+
+
+def _reason(error: OSError | RuntimeError) -> str:
+    return getattr(error, "strerror", None) or str(error).rstrip(".")
 
 
 def _file_name(file: Path) -> str:
