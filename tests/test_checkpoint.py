@@ -285,6 +285,12 @@ def test_missing_folder_and_file_are_refused(folder, tmp_path, no_network, capfd
     check_refusal("./none", ["no folder none", "give an existing folder"], capfd)
 
 
+@pytest.mark.parametrize("path", ["~no-such-user-here/model", "x" * 5000], ids=["home of nobody", "too long"])
+def test_what_the_system_takes_for_no_path_is_refused(path, no_network, capfd):
+    """Catches the system's own error on a path, with a traceback."""
+    check_refusal(path, [path[:100], "cannot be a path here", "give an existing folder"], capfd)
+
+
 def test_unknown_hub_id_is_refused(monkeypatch, capfd):
     """Catches the Hub's own error, with its advice on logins and offline modes, shown for a mistyped name."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -27,6 +27,7 @@ WRAPPERS = {
     "model_state": lambda state: {"epoch": 1, "model_state": state},
     "model_state_dict": lambda state: {"model_state_dict": state, "optimizer_state_dict": {"state": {}}},
     "state_dict": lambda state: {"state_dict": state},
+    "settings": lambda state: {"model": {"layers": 2}, "state_dict": state},
     "nested": lambda state: {"model": {"state_dict": state}, "loss": torch.tensor(1.0)},
     "numpy": lambda state: {"model": state, "loss": np.float64(1.5), "step": np.int64(3), "done": np.bool_(True)},
 }
@@ -449,3 +450,21 @@ def test_other_checkpoints_are_not_taken_for_nanogpt(case, tmp_path):
     make, *words = NOT_NANO[case]
     torch.save(make(nano_state()), tmp_path / "ckpt.pt")
     refused(tmp_path / "ckpt.pt", "ckpt.pt", *words)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("stored", ["safetensors", "pt"])
+def test_numbers_that_are_no_floats_are_refused(kind, stored, tmp_path):
+    """Quantised or complex weights converted in silence: a model of garbage, or of half its numbers."""
+    model = small("LlamaForCausalLM")
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in state if name.endswith("q_proj.weight"))
+    state[name] = state[name].to(kind)
+    if stored == "safetensors":
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    else:
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(state, tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match=f"holds other numbers than floats for {name}"):
+        load(tmp_path)

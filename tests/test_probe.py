@@ -17,9 +17,11 @@ from toys import (
     InPlace,
     Inside,
     Late,
+    NormsWithoutAModule,
     PassedOn,
     PerChannel,
     ReadsMore,
+    ReadsMoreWrapped,
     Shrinks,
     Silent,
     Toy,
@@ -122,6 +124,8 @@ def test_equal_outputs_are_two_sources():
         (ReadsMore, "what 'blocks.0.norm_a' reads is no weighted sum"),
         (Closed, "layer 'blocks.0' reads the residual and adds nothing to it"),
         (Late, "what 'blocks.0' gives is no weighted sum"),
+        (ReadsMoreWrapped, "what 'blocks.0.norm_b' reads is no weighted sum"),
+        (NormsWithoutAModule, "what 'blocks.0.turn' gives comes from the residual, but not only through modules"),
     ],
 )
 def test_what_is_not_a_fixed_sum_is_refused_where_it_happens(block, words):
@@ -157,6 +161,36 @@ def test_a_norm_of_no_known_kind_on_the_carry_is_refused():
 
     with pytest.raises(CaptureError, match=r"what 'blocks\.0' gives is no weighted sum"):
         find_layout(toy(Strange))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_read_without_a_module_is_missed_in_no_precision_and_not_while_weights_are_zero(dtype):
+    """Two sublayers in a row taken for two that read the same, since the second reads through a plain function."""
+    model = toy(NormsWithoutAModule).to(dtype)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.turn[-1].weight.zero_()
+    with pytest.raises(CaptureError, match=r"what 'blocks\.0\.turn' gives comes from the residual"):
+        find_layout(model)
+
+
+@pytest.mark.parametrize(
+    "readout",
+    [lambda states: states[-1] + 0.5 * states[0], lambda states: states[-2], lambda states: torch.tanh(states[-1])],
+    ids=["with the embedding", "an earlier layer", "not linear"],
+)
+def test_a_readout_of_something_else_is_no_readout_of_the_last_layer(readout):
+    """The final reader moved in silence to the output of the last layer, where it is exact whatever is read out."""
+
+    class Other(Toy):
+        def forward(self, ids):
+            states = [self.tokens(ids)]
+            for block in self.blocks:
+                states.append(block(states[-1]))
+            return self.last(readout(states))
+
+    with pytest.raises(CaptureError, match="what 'last' reads after the last layer is no weighted sum"):
+        find_layout(randomised(Other()))
 
 
 def several_stacks():

@@ -166,3 +166,32 @@ class Shrinks(Block):
     def forward(self, x):
         x = 0.9 * x - self.rate * self.mix(self.norm_a(x))
         return x / 2 + self.strength * self.turn(self.norm_b(x))
+
+
+class NormsWithoutAModule(Block):
+    """The second sublayer reads what no module reads."""
+
+    def forward(self, x):
+        x = x + self.mix(self.norm_a(x))
+        return x + self.turn(nn.functional.layer_norm(x, x.shape[-1:]))
+
+
+class Prenormed(nn.Module):
+    def __init__(self, norm, work):
+        super().__init__()
+        self.norm, self.work = norm, work
+
+    def forward(self, x):
+        return self.work(self.norm(x))
+
+
+class ReadsMoreWrapped(Block):
+    """As a sublayer that norms its input itself, and gets more than the residual."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.second = Prenormed(self.norm_b, self.turn)
+
+    def forward(self, x):
+        x = x + self.mix(self.norm_a(x))
+        return x + self.second(x + 0.5 * x.roll(1, dims=1))

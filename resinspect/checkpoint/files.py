@@ -37,14 +37,14 @@ class Contents:
     Attributes:
         config: ``config.json``; None where a file of weights has none beside it.
         files: Its weights files.
-        names: Names of the tensors, where safetensors give them without loading.
+        kinds: Tensor -> its dtype in the words of safetensors, where these give it without loading.
         has_tokenizer: Whether there is any file of a tokenizer.
         index: The index that names the shards, if there is one.
     """
 
     config: dict[str, Any] | None
     files: tuple[Path, ...]
-    names: frozenset[str]
+    kinds: dict[str, str]
     has_tokenizer: bool
     index: Path | None = None
 
@@ -73,11 +73,11 @@ def check_folder(folder: Path, weights: Path | None = None) -> Contents:
     found = weights or find_weights(folder, config)
     index = found if found.name.endswith(".index.json") else None
     files = _present(index) if index else (found,)
-    names = frozenset(name for path in files for name in check_weights(path))
+    kinds = {name: entry["dtype"] for path in files for name, entry in check_weights(path).items()}
     tokenizer = [folder / name for name in TOKENIZER if (folder / name).exists()]
     for path in [*tokenizer, *folder.glob("generation_config.json")]:
         read_json(path) if path.suffix == ".json" else _check_kind(path)
-    return Contents(config, files, names, bool(tokenizer), index)
+    return Contents(config, files, kinds, bool(tokenizer), index)
 
 
 def glance(folder: Path, weights: Path | None = None) -> Contents:
@@ -87,7 +87,7 @@ def glance(folder: Path, weights: Path | None = None) -> Contents:
         CheckpointError: If it cannot be used.
     """
     files = () if weights is None else (weights,)
-    return Contents(check_config(folder), files, frozenset(), any((folder / name).exists() for name in TOKENIZER))
+    return Contents(check_config(folder), files, {}, any((folder / name).exists() for name in TOKENIZER))
 
 
 def check_config(folder: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def _read(source: Source) -> tuple[PreTrainedConfig, dict[str, Tensor] | None, l
     if contents.config is None:
         return read_nanogpt(contents.files[0])
     config = load_config(source)
-    if contents.pickled or any(has_prefix(name) for name in contents.names):
+    if contents.pickled or any(has_prefix(name) for name in contents.kinds):
         return config, *stripped(read_tensors(contents.files))
     return config, None, []
 
@@ -132,8 +132,21 @@ def _fill(
         "lacks": report["missing_keys"],
         "also holds": report["unexpected_keys"],
         "has the wrong shape of": shapes,
+        "holds other numbers than floats for": _not_floats(model, source, tensors),
     }
     return model, [f"{verb} {some(names)}" for verb, names in misfits.items() if names]
+
+
+def _not_floats(model: PreTrainedModel, source: Source, tensors: dict[str, Tensor] | None) -> list[str]:
+    """Names of parameters stored as integers, truth values or complex numbers, which loading would silently convert."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return []
+    if tensors is not None:
+        others = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
+    else:
+        kinds = source.contents.kinds if source.contents else {}
+        others = {name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))}
+    return sorted(others & {name for name, parameter in model.named_parameters() if parameter.is_floating_point()})
 
 
 def _load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:

@@ -57,7 +57,7 @@ def find(path: str | os.PathLike[str], *, trust_remote_code: bool, whole: bool =
     file = lone_file(place)
     if file is not None and not (file.parent / "config.json").exists():
         check_weights(file)
-        return Source(str(file), _file_name(file), file.name, arguments, Contents(None, (file,), frozenset(), False))
+        return Source(str(file), _file_name(file), file.name, arguments, Contents(None, (file,), {}, False))
     folder = place if file is None else file.parent
     contents = check_folder(folder, file) if whole else glance(folder, file)
     check_model_type(folder, contents.config, trust_remote_code)

@@ -70,14 +70,22 @@ def unwrap(payload: Any, path: Path) -> dict[str, Tensor]:
     if isinstance(payload, Mapping) and payload:
         if all(isinstance(name, str) and isinstance(value, Tensor) for name, value in payload.items()):
             return dict(payload)
-        for wrapper in WRAPPERS:
-            if isinstance(payload.get(wrapper), Mapping):
-                return unwrap(payload[wrapper], path)
+        inside = [payload[name] for name in WRAPPERS if isinstance(payload.get(name), Mapping)]
+        if inside:
+            # Some training code keeps settings under "model" and the weights under another name.
+            return unwrap(next((item for item in inside if _holds_tensors(item)), inside[0]), path)
     holds = some(map(str, payload)) or "nothing" if isinstance(payload, Mapping) else f"a {type(payload).__name__}"
     raise CheckpointError(
         f"{path} holds {holds}, and no state dict, neither bare nor under {', '.join(WRAPPERS)}; "
         "store one there: torch.save(model.state_dict(), path)."
     )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether there is a tensor in a mapping, or in one within it."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    return isinstance(value, Tensor)
 
 
 def has_prefix(name: str) -> bool:

@@ -81,7 +81,7 @@ def probe(model: nn.Module) -> Probe:
     """Run a model on a few made-up tokens and record its layers."""
     stacks = dict(_stacks(model))
     if not stacks:
-        return Probe(why="it has no list of layers")
+        return Probe(why="it has no list of layers that all have modules of their own")
     if any(tensor.is_meta for tensor in model.parameters()):
         return Probe(why="its parameters are on the meta device, so that it cannot be run; load its weights first")
     known = vocabulary(model)
