@@ -44,7 +44,9 @@ def choose_checkpoint() -> str | None:
     chosen = st.selectbox("Checkpoint", [*offered, OTHER], help="Bundled with resinspect, or a folder of your own.")
     if chosen != OTHER:
         return chosen
-    folder = st.text_input("Folder", placeholder="/path/to/checkpoint", help="A Hugging Face folder on this machine.")
+    folder = st.text_input(
+        "Folder or file", placeholder="/path/to/checkpoint", help="A Hugging Face folder or .pt file on this machine."
+    )
     # An absolute path, so that a mistyped folder is not looked up on the Hugging Face Hub.
     return str(Path(folder.strip()).expanduser().absolute()) if folder.strip() else None
 
@@ -62,7 +64,7 @@ def trace_of(checkpoint: str, text: str) -> Any:
 def _trace(checkpoint: str, stamp: int, text: str) -> Any:
     model, tokenizer, lock = _model(checkpoint, stamp)
     with lock, st.spinner("Capturing the routing map …"):
-        return ri.capture(model, text, tokenizer=tokenizer, keep=())
+        return ri.capture(model, text if tokenizer else [token_ids(text)], tokenizer=tokenizer, keep=())
 
 
 @st.cache_resource(show_spinner="Loading the checkpoint …", max_entries=2)
@@ -71,12 +73,25 @@ def _model(checkpoint: str, stamp: int) -> tuple[Any, Any, threading.Lock]:
     return *ri.load(checkpoint), threading.Lock()
 
 
+def token_ids(text: str) -> list[int]:
+    """Token ids as typed for a model without a tokenizer.
+
+    Raises:
+        ri.ResinspectError: If there is anything else.
+    """
+    words = text.replace(",", " ").split()
+    if not all(word.isdecimal() for word in words):
+        raise ri.ResinspectError("this checkpoint has no tokenizer; type token ids instead of text, such as 3 14 15.")
+    return [int(word) for word in words]
+
+
 def _stamp(checkpoint: str) -> int:
     """When a file of the checkpoint last changed."""
-    folder = ri.bundled().get(checkpoint, Path(checkpoint).expanduser())
+    place = ri.bundled().get(checkpoint, Path(checkpoint).expanduser())
     try:
-        return max((file.stat().st_mtime_ns for file in folder.iterdir()), default=0)
-    except OSError:
+        files = [*(place if place.is_dir() else place.parent).iterdir()]
+        return max((file.stat().st_mtime_ns for file in files), default=0)
+    except (OSError, ValueError):
         return 0
 
 
@@ -91,6 +106,11 @@ def show_fidelity(trace: Any) -> None:
     summary = ri.fidelity_summary(trace)
     figures = f"fidelity worst **{summary['worst']:.1e}**, median **{summary['median']:.1e}**"
     st.markdown(f"{BADGES[summary['verdict']]} {figures}", help=FIDELITY_HELP)
+    if share := ri.discarded_share(trace):
+        st.caption(
+            f"Exact with vectors; the colours are the best scalars, which lose {share[0]:.1%} of what is read "
+            f"(median; at most {share[1]:.1%})."
+        )
     if summary["off"]:
         names = ", ".join(code(name) for name in summary["off"])
         st.warning(f"The map does not rebuild what these readers read: {names}.", icon=":material/warning:")

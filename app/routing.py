@@ -17,7 +17,8 @@ A transformer forms the input of every sublayer from what earlier ones wrote. Th
 - **Reader** (row): a place that reads the residual: the input of each sublayer, and `final`, what the head sees.
 - **Routing weight** (colour): the coefficient of the source's write in the reader's input. In a plain residual every
   weight is 1; weights need not sum to 1 and may be negative.
-- **Fidelity**: the relative error of rebuilding, from the map alone, what each reader really read.
+- **Fidelity**: the relative error of rebuilding, from the map, what each reader really read. Where weights differ by
+  channel it is that of the full contributions, and a line says how much the colours, their best scalars, leave out.
 
 **Routing weight is not importance.** A large weight on a small write changes little, and what a reader does with its
 input is not in the map. That takes an intervention to find out.
@@ -36,7 +37,7 @@ def page() -> None:
     with right:
         text = st.text_area("Text", SENTENCE, height=116, help="Ctrl+Enter runs it, as does Run.", key="text")
     if checkpoint is None:
-        st.info("Type the path of a checkpoint folder.", icon=":material/folder:")
+        st.info("Type the path of a checkpoint.", icon=":material/folder:")
     elif not text.strip():
         st.info("Type a sentence to see its routing map.", icon=":material/edit:")
     else:

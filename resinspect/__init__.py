@@ -19,6 +19,7 @@ _WHERE = {
     "check_trace": "resinspect.trace",
     "concat": "resinspect.trace",
     "describe": "resinspect.trace",
+    "discarded_share": "resinspect.trace",
     "export_zip": "resinspect.trace",
     "fidelity_summary": "resinspect.trace",
     "open_trace": "resinspect.trace",

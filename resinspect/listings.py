@@ -45,8 +45,10 @@ def family_table() -> Table:
     from resinspect.families.table import CAPTION, COLUMNS, family_rows
 
     # At 80 columns every word still fits.
-    widths = {"residual": 11, "W": 11, "readers": 7, "method": 7}
-    columns = [Column(n, no_wrap=n not in widths, min_width=widths.get(n), overflow="fold") for n in COLUMNS]
+    widths = {"residual": 10, "W": 9, "readers": 7, "method": 7}
+    whole = {"family": 25, "error": 5}
+    least = widths | whole
+    columns = [Column(n, no_wrap=n in whole, min_width=least[n], overflow="fold") for n in COLUMNS]
     look = {"box": SIMPLE, "pad_edge": False, "padding": (0, 1, 0, 0)}
     table = Table(*columns, title="Families of models", caption=CAPTION, **look)
     for row in family_rows():

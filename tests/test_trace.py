@@ -250,3 +250,16 @@ def test_concat_names_every_difference():
         rt.concat([make(), recast(make(), "native_index", np.int32)])
     with pytest.raises(TraceError, match="no traces"):
         rt.concat([])
+
+
+def test_what_scalars_lose_is_said():
+    """A map of best scalars called exact without a word about what they leave out."""
+    trace = make()
+    assert rt.discarded_share(trace) is None
+    assert "lost" not in rt.describe(trace)
+    norm = np.abs(np.nan_to_num(trace["weight"].values)) + 1.0
+    absent = np.isnan(trace["weight"].values)
+    values = {"contribution_norm": norm, "discarded": np.full_like(norm, 0.25), "contribution": 0 * norm}
+    lossy = make(**{name: np.where(absent, np.nan, value) for name, value in values.items()})
+    assert rt.discarded_share(lossy) == pytest.approx((0.25, 0.25))
+    assert "as the scalars shown, 25.0% is lost (median, at most 25.0%)" in rt.describe(lossy)

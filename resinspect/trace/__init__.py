@@ -6,7 +6,7 @@ from resinspect.trace.combine import concat, select
 from resinspect.trace.export import export_zip
 from resinspect.trace.reader import open_trace
 from resinspect.trace.schema import ATTRIBUTES, CONVENTION, COORDINATES, EPS, METHODS, VARIABLES
-from resinspect.trace.verdict import FidelitySummary, describe, fidelity_summary, verdict
+from resinspect.trace.verdict import FidelitySummary, describe, discarded_share, fidelity_summary, verdict
 from resinspect.trace.writer import TraceWriter, save_trace
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "check_trace",
     "concat",
     "describe",
+    "discarded_share",
     "export_zip",
     "fidelity_summary",
     "open_trace",

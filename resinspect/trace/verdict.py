@@ -91,6 +91,27 @@ def fidelity_summary(trace: xr.Dataset) -> FidelitySummary:
     }
 
 
+def discarded_share(trace: xr.Dataset) -> tuple[float, float] | None:
+    """How much of what readers get the scalar map leaves out, where weights are no scalars.
+
+    For one token and reader: the length of all that the best scalars miss of the contributions, relative to the length
+    of the contributions, each taken as the root of the sum of squares over sources.
+
+    Args:
+        trace: a trace.
+
+    Returns:
+        Median and largest share over tokens and readers, 0 to 1; None where W is one scalar per source.
+    """
+    if "discarded" not in trace:
+        return None
+    size = np.nan_to_num(trace["contribution_norm"].values.astype(np.float64))
+    lost = np.linalg.norm(size * np.nan_to_num(trace["discarded"].values), axis=-1)
+    whole = np.linalg.norm(size, axis=-1)
+    share = np.divide(lost, whole, out=np.zeros_like(whole), where=whole > 0)
+    return float(np.median(share)), float(share.max(initial=0.0))
+
+
 def describe(trace: xr.Dataset) -> str:
     """Say in one line what a trace holds and whether it can be trusted.
 
@@ -108,4 +129,6 @@ def describe(trace: xr.Dataset) -> str:
     if summary["off"]:
         more = len(summary["off"]) - _NAMES_SHOWN
         word += f" ({', '.join(summary['off'][:_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''})"
+    if share := discarded_share(trace):
+        word += f" with vectors; as the scalars shown, {share[0]:.1%} is lost (median, at most {share[1]:.1%})"
     return f"{sizes} · method {trace.attrs['method']} · {fidelity} · {word}"
