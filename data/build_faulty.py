@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-SATURATED = 40.0
-"""Logit of each stream's own weight; exp(-40) is below the rounding of float32."""
+SATURATED = 400.0
+"""Logit of each stream's own weight: far above the dynamic part, whose logits reach some tens at single tokens."""
 
 Weights = dict[str, torch.Tensor]
 

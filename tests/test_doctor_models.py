@@ -75,14 +75,19 @@ def documents(pytestconfig):
     return [document["text"] for document in read_documents(path)][::30]
 
 
+# 20 Sinkhorn-Knopp rounds do not converge on the logits that this checkpoint learned: columns miss 1, some by far.
+TRUE_OF = {"mhc": {"mixing sums"}}
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_found_on_trained_checkpoints(name, documents):
     """A threshold that calls a healthy model sick, on its own kind of text or on the prose that stands in for it."""
     model, tokenizer = ri.load(name)
     with pytest.warns(UserWarning, match="was cut"):
-        assert findings(doctor(model, documents, tokenizer=tokenizer, truncate=True)) == {}
+        found = findings(doctor(model, documents, tokenizer=tokenizer, truncate=True))
+    assert found.keys() == TRUE_OF.get(name, set())
     report = doctor(model, tokenizer=tokenizer)
-    assert findings(report) == {}
+    assert findings(report).keys() == TRUE_OF.get(name, set())
     assert report.loc[0, "evidence"].startswith("no prompts given: 6 passages of English prose")
 
 
