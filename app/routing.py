@@ -26,6 +26,7 @@ input is not in the map. That takes an intervention to find out.
 
 
 def page() -> None:
+    """The whole page: what to look at on the left and right, the maps below."""
     title, words = st.columns([3, 1], vertical_alignment="bottom")
     title.header("Routing map", anchor=False)
     with words.popover("How to read it", icon=":material/help:", width="stretch"):

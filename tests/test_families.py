@@ -14,7 +14,6 @@ from resinspect.errors import CaptureError
 from resinspect.families import FAMILIES, find_layout
 
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8], [27, 18, 28, 18], [28, 45, 90, 45, 23, 53, 60, 28, 74, 71, 35, 26]]
-torch.set_num_threads(1)  # sums in one order: looped models blow rounding up to 1e-3 between two shapes of one batch
 every_tiny = pytest.mark.parametrize("tiny", TINY, ids=str)
 
 
@@ -35,6 +34,21 @@ class everything_in_float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def in_float64(tiny):
+    """The model in float64, for use inside ``everything_in_float64``."""
+    model = built(tiny).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def agree(mine, expected, names):
+    """Whether variables agree but for the rounding of float64, which looped models blow up by some thousands."""
+    for name in names:
+        size = np.nanmax(np.abs(expected[name].values), initial=1.0)
+        np.testing.assert_allclose(mine[name].values, expected[name].values, atol=1e-8 * size, rtol=1e-8, err_msg=name)
+
+
 def captured(model, prompts=PROMPTS, **options):
     return ri.capture(model, prompts, **options)
 
@@ -53,9 +67,7 @@ def test_map_is_exact_in_float32(tiny):
 @every_tiny
 def test_map_is_exact_in_float64(tiny):
     """A small term left out, such as an epsilon, which float32 cannot see."""
-    model = built(tiny).double()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
+    model = in_float64(tiny)
     with everything_in_float64():
         trace = captured(model)
     assert trace["reader_norm"].dtype == np.float64
@@ -65,9 +77,7 @@ def test_map_is_exact_in_float64(tiny):
 @every_tiny
 def test_a_float64_model_is_judged_by_what_it_really_computes_in(tiny):
     """A correct map called off because the model casts to float32 inside."""
-    model = built(tiny).double()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
+    model = in_float64(tiny)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*map is off")
         try:
@@ -106,14 +116,11 @@ def test_the_null_hypothesis_fails_by_far(tiny):
 @every_tiny
 def test_padded_batches_equal_single_prompts(tiny):
     """Padding that leaks into real tokens, or rows taken from batch row 0."""
-    model = built(tiny)
-    together = captured(model)
-    for i, prompt in enumerate(PROMPTS):
-        alone, mine = captured(model, [prompt]), ri.select(together, samples=[i])
-        for name in ("weight", "reader_norm"):
-            expected = alone[name].values
-            size = np.nanmax(np.abs(expected), initial=1.0)
-            np.testing.assert_allclose(mine[name].values, expected, atol=1e-4 * size, rtol=1e-4, err_msg=name)
+    model = in_float64(tiny)
+    with everything_in_float64():
+        together = captured(model)
+        for i, prompt in enumerate(PROMPTS):
+            agree(ri.select(together, samples=[i]), captured(model, [prompt]), ("weight", "reader_norm"))
 
 
 @every_tiny
@@ -174,15 +181,13 @@ def test_decoding_with_a_cache_appends_the_rows_of_the_full_forward(tiny):
         pytest.skip("not a decoder")
     if not tiny.cached:
         pytest.skip("its forward gives no cache")
-    model = built(tiny)
-    decoded = captured(model, PROMPTS[:2], max_new_tokens=3)
-    assert ri.fidelity_summary(decoded)["verdict"] == "exact"
-    for i, prompt in enumerate(PROMPTS[:2]):
-        mine = ri.select(decoded, samples=[i])
-        assert mine["token_id"].values.tolist()[: len(prompt)] == prompt
-        assert mine["position"].values.tolist() == list(range(len(prompt) + 3))
-        full = captured(model, [mine["token_id"].values.tolist()])
-        for name in ("weight", "reader_norm", "loss"):
-            expected = full[name].values
-            size = np.nanmax(np.abs(expected), initial=1.0)
-            np.testing.assert_allclose(mine[name].values, expected, atol=1e-4 * size, rtol=1e-4, err_msg=name)
+    model = in_float64(tiny)
+    with everything_in_float64():
+        decoded = captured(model, PROMPTS[:2], max_new_tokens=3)
+        assert ri.fidelity_summary(decoded)["verdict"] == "exact"
+        for i, prompt in enumerate(PROMPTS[:2]):
+            mine = ri.select(decoded, samples=[i])
+            ids = mine["token_id"].values.tolist()
+            assert ids[: len(prompt)] == prompt
+            assert mine["position"].values.tolist() == list(range(len(prompt) + 3))
+            agree(mine, captured(model, [ids]), ("weight", "reader_norm", "loss"))

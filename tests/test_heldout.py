@@ -101,3 +101,11 @@ def test_bounds_are_moved_to_the_value_only_if_asked():
     np.testing.assert_allclose(percentiles(values, 2, 0.5), [1.5, 2.5])
     np.testing.assert_allclose(percentiles(values, 2, 0.5, centred=True), [4.5, 5.5])
     assert np.isnan(percentiles(values, 1, 0.5)).all()
+
+
+def test_bounds_of_a_statistic_that_may_be_infinite():
+    """An interval of NaN, from infinity minus infinity, or of a half-life between finite and infinite ones."""
+    values = np.array([[5.0, 5.0], [1.0, 1.0], [2.0, np.inf], [3.0, np.inf]])
+    np.testing.assert_array_equal(percentiles(values, 2, 0.5)[:, 0], [1.5, 2.5])
+    assert np.isin(percentiles(values, 2, 0.5)[:, 1], values[:, 1]).all()
+    assert np.isinf(percentiles(values, 2, 0.5)[1, 1])

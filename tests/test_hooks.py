@@ -286,3 +286,27 @@ def test_the_look_ahead_costs_one_short_forward():
 
 def _ids(args, kwargs):
     return args[0] if args else kwargs["input_ids"]
+
+
+class Amplifying(nn.Module):
+    """A causal model whose later layers blow up any difference a million times, that of rounding too."""
+
+    config = None
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, ids):
+        x = self.embed(ids).cumsum(1)
+        # Other batch sizes round otherwise: as if by kernels of another shape.
+        x = x * (1 + 1e-7 * len(ids) * (1 + torch.arange(len(ids)))[:, None, None])
+        return self.head(torch.sin(1e6 * x))
+
+
+def test_rounding_that_a_model_blows_up_is_no_view_of_the_future():
+    """A chaotic but causal model called no decoder, and its loss left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert is_causal(Amplifying(), [[3, 4, 5, 6, 7]], torch.device("cpu"))

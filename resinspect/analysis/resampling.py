@@ -23,6 +23,8 @@ def percentiles(values: np.ndarray, documents: int, level: float, *, centred: bo
     if documents < 2:
         return np.full((2, *values.shape[1:]), np.nan)
     resampled = values[1:] - (values[1:].mean(0) - values[0] if centred else 0)
-    tail = (1 - level) / 2
-    # The nearest value: between a finite and an infinite one there is no other.
-    return np.quantile(resampled, [tail, 1 - tail], axis=0, method="nearest")
+    tail = [(1 - level) / 2, (1 + level) / 2]
+    infinite = np.isinf(resampled).any(0)
+    # Between a finite and an infinite value there is none to interpolate.
+    nearest = np.quantile(resampled, tail, axis=0, method="nearest")
+    return np.where(infinite, nearest, np.quantile(np.where(infinite, 0.0, resampled), tail, axis=0))

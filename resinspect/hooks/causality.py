@@ -35,7 +35,8 @@ def require_weights(model: nn.Module) -> None:
 def is_causal(model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device) -> bool:
     """Whether logits of earlier tokens stay the same when only the last token changes.
 
-    One forward over the start of the longest prompt and two copies with another last token. A model that claims to be
+    One forward over the start of the longest prompt and two copies with another last token; where these differ, one
+    more of the start alone, which shows how much of that is rounding. A model that claims to be
     a decoder and is none gets a warning. True if it cannot be told: no logits, or no earlier token.
     """
     found = change_of_earlier(model, prompts, device)
@@ -65,16 +66,27 @@ def change_of_earlier(
         return None
     others = [*dict.fromkeys(token for token in (*start, 0, 1, 2) if token != start[-1])][:2]
     ids = torch.tensor([start, *([*start[:-1], other] for other in others)], device=device)
-    with evaluating(model):
-        logits = logits_of(call(model, ids, use_cache=False, return_dict=True))
+    logits = _logits(model, ids)
     if logits is None or logits.shape[:2] != ids.shape:
         return None
-    earlier = logits[:, :-1].double()
-    change = (earlier[1:] - earlier[0]).norm(dim=-1) / earlier[0].norm(dim=-1)
     # Both changes must show it: a single one could be an expert chosen differently within rounding.
-    changed = float(change.amax(-1).amin())
-    eps = max(torch.finfo(value.dtype).eps for value in (logits, *_floats(model)))
-    return changed, max(SMALLEST, ROUNDINGS * eps), len(start)
+    changed = float(_changes(logits[1:], logits[0]).amin())
+    limit = max(SMALLEST, ROUNDINGS * max(torch.finfo(value.dtype).eps for value in (logits, *_floats(model))))
+    if changed > limit:
+        # Some models blow up rounding itself: the same tokens in a batch of another size say how much.
+        limit = max(limit, ROUNDINGS * float(_changes(_logits(model, ids[:1]), logits[0])))
+    return changed, limit, len(start)
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor | None:
+    with evaluating(model):
+        return logits_of(call(model, ids, use_cache=False, return_dict=True))
+
+
+def _changes(rows: Tensor, first: Tensor) -> Tensor:
+    """Largest relative change of logits ``(row, token, vocabulary)`` over all tokens but the last, ``(row,)``."""
+    earlier = first[:-1].double()
+    return ((rows[:, :-1].double() - earlier).norm(dim=-1) / earlier.norm(dim=-1)).amax(-1)
 
 
 def logits_of(output: Any) -> Tensor | None:
