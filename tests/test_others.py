@@ -86,7 +86,7 @@ def slm():
     model.load_state_dict({k: v for k, v in checkpoint["model_state"].items() if not k.endswith("attn.mask")})
     text = (SHARED / "slm4096" / "corpus.txt").read_text()
     ids = [checkpoint["stoi"][character] for character in text]
-    return model, [ids[i : i + 128] for i in range(0, 1024, 128)], 0.076
+    return model, [ids[i : i + 128] for i in range(0, 1024, 128)], 0.0719
 
 
 def gpt_by_hand():
@@ -102,7 +102,7 @@ def gpt_by_hand():
         weights[name] = value
     model.load_state_dict(weights)
     ids = np.fromfile(SHARED / "gptbyhand" / "val.bin", dtype=np.uint16).tolist()
-    return model, [ids[i : i + 8] for i in range(0, len(ids) - 8, 8)], 1.27
+    return model, [ids[i : i + 8] for i in range(0, len(ids) - 8, 8)], 1.310
 
 
 @needs_shared
@@ -120,4 +120,4 @@ def test_solve_finds_the_plain_residual(origin):
     assert known.sum() > 0.9 * (~np.isnan(error)).sum()
     assert (np.abs(weight - 1)[known] <= error[known]).all()
     assert np.abs(weight - 1)[known].max() <= 1e-4
-    assert float(np.nanmean(trace["loss"].values)) == pytest.approx(loss, rel=0.25), "the weights are in their places"
+    assert float(np.nanmean(trace["loss"].values)) == pytest.approx(loss, rel=0.01), "the weights are in their places"
