@@ -106,11 +106,6 @@ def show_fidelity(trace: Any) -> None:
     summary = ri.fidelity_summary(trace)
     figures = f"fidelity worst **{summary['worst']:.1e}**, median **{summary['median']:.1e}**"
     st.markdown(f"{BADGES[summary['verdict']]} {figures}", help=FIDELITY_HELP)
-    if share := ri.discarded_share(trace):
-        st.caption(
-            f"Exact with vectors; the colours are the best scalars, which lose {share[0]:.1%} of what is read "
-            f"(median; at most {share[1]:.1%})."
-        )
     if summary["off"]:
         names = ", ".join(code(name) for name in summary["off"])
         st.warning(f"The map does not rebuild what these readers read: {names}.", icon=":material/warning:")

@@ -66,6 +66,16 @@ def untokenized(tiny_checkpoint, tmp_path):
     return folder
 
 
+def test_a_checkpoint_without_tokenizer_takes_ids(app, tiny_checkpoint, tmp_path):
+    """A model that the app can load and never run, or words taken for ids."""
+    folder = untokenized(tiny_checkpoint, tmp_path)
+    test = app(other_folder(folder), typed("3 14 words"))
+    assert "type token ids instead of text" in test.error[0].value
+    test = app(other_folder(folder), typed("3, 14 15"))
+    assert not test.error
+    assert "Mean over 3 tokens" in shown(test)
+
+
 def test_first_load_shows_both_maps(app):
     """A page that waits for something before it shows anything, or a map without its fidelity."""
     test = app()
