@@ -4,6 +4,9 @@ import re
 import string
 import sys
 import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import streamlit as st
 
 import resinspect as ri
 
+_ALONE = threading.RLock()
 OTHER = "Another folder …"
 BADGES = {
     "exact": ":green-badge[:material/check: exact]",
@@ -47,12 +51,16 @@ def choose_checkpoint() -> str | None:
     folder = st.text_input(
         "Folder or file", placeholder="/path/to/checkpoint", help="A Hugging Face folder or .pt file on this machine."
     )
+    # As file managers copy it.
+    folder = folder.strip().strip("\"'")
+    if folder in ri.bundled() or not folder:
+        return folder or None
     # An absolute path, so that a mistyped folder is not looked up on the Hugging Face Hub.
-    return str(Path(folder.strip()).expanduser().absolute()) if folder.strip() else None
+    return str(Path(folder).expanduser().absolute())
 
 
-def trace_of(checkpoint: str, text: str) -> Any:
-    """The trace of one text, remembered for as long as the files of the checkpoint stay as they are.
+def trace_of(checkpoint: str, text: str) -> tuple[Any, list[str]]:
+    """The trace of one text and what there is to warn of, remembered for as long as the checkpoint's files stay.
 
     Raises:
         ri.ResinspectError: If the checkpoint cannot be loaded or the text cannot be run.
@@ -61,16 +69,29 @@ def trace_of(checkpoint: str, text: str) -> Any:
 
 
 @st.cache_resource(show_spinner=False, max_entries=16)
-def _trace(checkpoint: str, stamp: int, text: str) -> Any:
-    model, tokenizer, lock = _model(checkpoint, stamp)
-    with lock, st.spinner("Capturing the routing map …"):
-        return ri.capture(model, text if tokenizer else [token_ids(text)], tokenizer=tokenizer, keep=())
+def _trace(checkpoint: str, stamp: int, text: str) -> tuple[Any, list[str]]:
+    model, tokenizer, notes = _model(checkpoint, stamp)
+    with st.spinner("Capturing the routing map …"), _warned() as more:
+        trace = ri.capture(model, text if tokenizer else [token_ids(text)], tokenizer=tokenizer, keep=())
+    return trace, [*notes, *more]
 
 
 @st.cache_resource(show_spinner="Loading the checkpoint …", max_entries=2)
-def _model(checkpoint: str, stamp: int) -> tuple[Any, Any, threading.Lock]:
-    """A model, its tokenizer, and the lock that keeps two sessions from hooking it at once."""
-    return *ri.load(checkpoint), threading.Lock()
+def _model(checkpoint: str, stamp: int) -> tuple[Any, Any, list[str]]:
+    """A model, its tokenizer, and what there is to warn of."""
+    with _warned() as notes:
+        model, tokenizer = ri.load(checkpoint)
+    return model, tokenizer, notes
+
+
+@contextmanager
+def _warned() -> Iterator[list[str]]:
+    """Fills a list with what is warned of inside; one session at a time, as warnings and hooks are everyone's."""
+    notes: list[str] = []
+    with _ALONE, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield notes
+    notes += dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, UserWarning))
 
 
 def token_ids(text: str) -> list[int]:
@@ -93,6 +114,12 @@ def _stamp(checkpoint: str) -> int:
         return max((file.stat().st_mtime_ns for file in files), default=0)
     except (OSError, ValueError):
         return 0
+
+
+def show_notes(notes: list[str]) -> None:
+    """What was warned of, a box for each."""
+    for note in notes:
+        st.warning(literal(note[:1].upper() + note[1:]), icon=":material/info:")
 
 
 def show_error(error: ri.ResinspectError) -> None:

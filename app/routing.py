@@ -1,7 +1,7 @@
 """The routing map of one text: averaged over its tokens, and of each token."""
 
 import streamlit as st
-from common import choose_checkpoint, code, show_error, show_fidelity, trace_of
+from common import choose_checkpoint, code, show_error, show_fidelity, show_notes, trace_of
 
 import resinspect as ri
 
@@ -48,10 +48,11 @@ def page() -> None:
 def show(checkpoint: str, text: str) -> None:
     """The maps, or the one sentence that says why there are none."""
     try:
-        trace = trace_of(checkpoint, text)
+        trace, notes = trace_of(checkpoint, text)
     except ri.ResinspectError as error:
         show_error(error)
         return
+    show_notes(notes)
     maps(trace, f"{checkpoint}\n{text}")
 
 

@@ -3,19 +3,17 @@
 import os
 import re
 from collections import Counter
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from resinspect.anatomy import Anatomy
-from resinspect.checkpoint.classes import model_classes
+from resinspect.checkpoint.blank import at_random, blank, smaller
 from resinspect.checkpoint.loading import load_config
 from resinspect.checkpoint.nanogpt import read_nanogpt
-from resinspect.checkpoint.refusals import explained, quiet
+from resinspect.checkpoint.refusals import quiet
 from resinspect.checkpoint.sources import Source, find
 from resinspect.checkpoint.stored import Stored, stored_files, stored_in
 from resinspect.errors import CaptureError, CheckpointError
@@ -24,6 +22,8 @@ from resinspect.program import TERM
 
 TRIED = 50_000_000
 """Most parameters of a model that is built with memory, to try out what its structure does not say."""
+COPY = 500_000_000
+"""Most parameters of the smaller copy that a larger model is tried out with."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -34,22 +34,24 @@ class Inspection:
     Attributes:
         name: Of its folder, or of its file.
         config: Its configuration.
-        model: An empty model of its class, on the meta device; None where there can be none without weights.
-        layout: What its family says; None if none can be named without its weights.
-        unknown: Why no family is named, and what its layers are.
         stored: Its weights on disk.
         tokenizer: Whether it has one.
         notes: What else is to be known, a clause each.
+        model: An empty model of its class, on the meta device; None where there can be none without weights.
+        layout: What its family says; None if none can be named without its weights.
+        unknown: Why no family is named, and what its layers are.
+        copied: Layers of a smaller copy whose layout this is; 0 if it is that of the model itself.
     """
 
     name: str
     config: PreTrainedConfig
-    model: nn.Module | None
-    layout: Layout | None
-    unknown: str
     stored: Stored
     tokenizer: bool
     notes: tuple[str, ...] = ()
+    model: nn.Module | None = None
+    layout: Layout | None = None
+    unknown: str = ""
+    copied: int = 0
 
 
 def inspect(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Inspection:
@@ -72,58 +74,53 @@ def inspect(path: str | os.PathLike[str], *, trust_remote_code: bool = False) ->
         else:
             config, notes = load_config(source), ()
         stored = stored_files(contents.files) if contents.files else stored_in(Path(source.where), contents.config)
-        model, layout, unknown = _described(config, source)
-    return Inspection(source.name, config, model, layout, unknown, stored, contents.has_tokenizer, tuple(notes))
+        model, layout, unknown, layers = _described(config, source)
+    known = {"model": model, "layout": layout, "unknown": unknown, "copied": layers if layout else 0}
+    return Inspection(source.name, config, stored, contents.has_tokenizer, tuple(notes), **known)
 
 
 def rows(found: Inspection) -> list[tuple[str, str]]:
     """What there is to say, one line each: name and value."""
     kind = type(found.model).__name__ if found.model is not None else ", ".join(found.config.architectures or ["?"])
     lines = [("checkpoint", f"{found.name} ({kind}, model_type {found.config.model_type})")]
-    lines += _residual(found.layout) if found.layout is not None else [("family", found.unknown)]
+    lines += _residual(found.layout, found.copied) if found.layout is not None else [("family", found.unknown)]
     lines += [("sizes", _sizes(found))]
     if found.model is not None:
-        lines.append(("parameters", f"{sum(p.numel() for p in found.model.parameters()):,}"))
+        lines.append(("parameters", f"{_parameters(found.model):,}"))
     lines += [("weights", _weights(found.stored))]
     lines += [("routing", name) for name in _routing(found.layout)]
     lines += [("tokenizer", "yes" if found.tokenizer else "none: token ids become labels")]
     return lines + [("note", note + ".") for note in (*found.notes, *found.stored.notes)]
 
 
-def _described(config: PreTrainedConfig, source: Source) -> tuple[nn.Module | None, Layout | None, str]:
-    """An empty model and its layout as far as there can be any, and why not."""
+def _described(config: PreTrainedConfig, source: Source) -> tuple[nn.Module | None, Layout | None, str, int]:
+    """An empty model, its layout as far as there can be any, why not, and layers of the copy that was tried out."""
     try:
-        model = _built(config, source, "meta")
+        model = blank(config, source, "meta")
     except CheckpointError as error:
-        return None, None, str(error).removesuffix(".")
-    small = sum(parameter.numel() for parameter in model.parameters()) <= TRIED
+        return None, None, str(error).removesuffix("."), 0
+    if layout := _known(model):
+        return model, layout, "", 0
     # What no family knows by its structure is tried out in a forward pass, for which weights at random will do.
-    layout = _known(model) or (_known(_at_random(config, source)) if small else None)
-    if layout is not None:
-        return model, layout, ""
-    why = "none knows its residual" if small else "too large to try out here; capture tries out and checks its residual"
-    return model, None, f"{why}; {_structure(model)}"
+    layers, limit = 0, TRIED
+    if _parameters(model) > TRIED:
+        (config, layers), limit = smaller(config), COPY
+    layout, why = _tried(config, source, limit)
+    return model, layout, f"{why}; {_structure(model)}" if layout is None else "", layers
 
 
-def _built(config: PreTrainedConfig, source: Source, device: str) -> nn.Module:
-    """A model as it is before training, or without memory for its weights on the meta device."""
-    kind = model_classes(config, source.where, trust_remote_code=source.arguments["trust_remote_code"])[0]
-    what = f"{kind.__name__} cannot be built from its configuration"
-    with explained(what, "check config.json"), torch.device(device):
-        if issubclass(kind, PreTrainedModel):
-            return kind(deepcopy(config)).eval()
-        return kind.from_config(deepcopy(config), trust_remote_code=True).eval()
+def _tried(config: PreTrainedConfig, source: Source, limit: int) -> tuple[Layout | None, str]:
+    """The layout of a model with weights at random, or why there is none."""
+    try:
+        if _parameters(blank(config, source, "meta")) > limit:
+            return None, "too large to try out here; capture tries out and checks its residual"
+        return _known(at_random(config, source)), "none knows its residual"
+    except CheckpointError:
+        return None, "no smaller copy of it can be built to try out; capture tries out and checks its residual"
 
 
-def _at_random(config: PreTrainedConfig, source: Source) -> nn.Module:
-    """A model in which no two modules are alike: two norms that are still the identity would be taken for one read."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = _built(config, source, "cpu")
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter += 0.1 * torch.randn_like(parameter)
-    return model
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _known(model: nn.Module) -> Layout | None:
@@ -133,17 +130,22 @@ def _known(model: nn.Module) -> Layout | None:
         return None
 
 
-def _residual(layout: Layout) -> list[tuple[str, str]]:
+def _residual(layout: Layout, copied: int) -> list[tuple[str, str]]:
     family, anatomy = FAMILIES[layout.family], layout.anatomy
     weight, method = family.weight, family.method
     if layout.connection is not None and layout.connection.carrier is TERM and "scalar" in weight:
         # The row speaks for most of the family, and not for this one.
         weight, method = "no scalars: per channel, conditional or operators", "replay"
+    count = (
+        f"as in a copy with {copied} layers that was tried out"
+        if copied
+        else (f"{len(anatomy.readers)}, of {len(anatomy.sources)} sources")
+    )
     return [
         ("family", f"{layout.family}: {family.scheme}"),
         ("scheme", layout.scheme),
         ("class of W", f"{weight}; method {method}"),
-        ("readers", f"{len(anatomy.readers)}, of {len(anatomy.sources)} sources; in a layer {_readers(anatomy)}"),
+        ("readers", f"{count}; in a layer {_readers(anatomy)}"),
     ]
 
 

@@ -122,6 +122,25 @@ def test_an_unknown_model_is_the_sentence_that_capture_says(app, tiny_checkpoint
     assert "exact" not in shown(test)
 
 
+def test_what_loading_warns_of_is_shown(app, tiny_checkpoint, tmp_path):
+    """A warning that only a terminal shows, or a path in quotes, as file managers copy it, that is not found."""
+    folder = tmp_path / "renamed"
+    shutil.copytree(tiny_checkpoint, folder)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"ResidualLM"', '"OtherLM"'))
+    test = app(other_folder(f'"{folder}"'))
+    assert not test.error
+    assert "config\\.json names OtherLM\\, but its weights make a ResidualLM" in test.warning[0].value
+    assert not app().warning
+
+
+def test_a_bundled_name_can_be_typed(app):
+    """The name of a bundled checkpoint taken for a folder that is not there."""
+    test = app(other_folder("pre_ln"))
+    assert not test.error
+    assert "exact" in shown(test)
+
+
 @pytest.mark.parametrize("text", ["", " \n "])
 def test_empty_text_asks_for_a_sentence(app, text):
     """A capture of nothing."""

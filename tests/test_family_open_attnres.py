@@ -10,7 +10,7 @@ from test_families import PROMPTS
 from tiny.depth import open_attnres
 
 import resinspect as ri
-from resinspect.errors import CheckpointError
+from resinspect.errors import CaptureError, CheckpointError
 
 
 def test_open_full_mode_with_zero_queries_averages_states():
@@ -87,6 +87,16 @@ def test_open_checkpoints_of_unknown_modes_are_refused(changes, words, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=words):
         ri.load(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"attnres_mode": "delta"}, {"attnres_mode": "block", "attnres_num_blocks": None}])
+def test_a_model_of_an_unknown_mode_is_refused_by_name(change):
+    """A user's own class with the same modules, and the sentence for models that nobody knows."""
+    model = open_attnres()
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    with pytest.raises(CaptureError, match=f"config.{list(change)[-1]} is {list(change.values())[-1]!r}"):
+        ri.capture(model, [[1, 2, 3]])
 
 
 @pytest.mark.parametrize("change", ["readout", "no bias"])

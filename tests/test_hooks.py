@@ -18,10 +18,12 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
 )
 
 import resinspect as ri
-from resinspect.errors import CaptureError
+from resinspect.errors import CaptureError, PromptError
 from resinspect.hooks.causality import is_causal
 
 SIZES = {
@@ -143,7 +145,7 @@ def test_a_module_that_recomputes_or_overwrites_is_recorded_as_it_was(behave):
 @pytest.mark.parametrize(
     ("model", "options", "error"),
     [
-        (Own("fail"), OWN, RuntimeError),
+        (Own("fail"), OWN, CaptureError),
         (Own(), OWN | {"final": "h.0.norm"}, CaptureError),
         (Own(), {"sublayers": [("h.*.norm", "h.*.mix")], "final": "out"}, CaptureError),
         (Own(), {"sublayers": [("h.1.mix", "h.1.norm")], "final": "out"}, CaptureError),
@@ -171,9 +173,51 @@ def test_weights_on_the_meta_device_are_one_sentence_before_anything_runs():
     """A map of uninitialised memory, or an error from deep inside torch."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    with pytest.raises(CaptureError, match=r"parameters of the model, such as 'model\.embed.*meta device"):
+    with pytest.raises(CaptureError, match=r"tensors of the model, such as 'model\.embed.*meta device"):
         ri.capture(model, PROMPTS)
     assert hooks_of(model) == 0
+
+
+def test_a_buffer_on_the_meta_device_is_one_sentence():
+    """Rotary frequencies that were never filled, and a message that the model is of no known family."""
+    model = llama()
+    model.model.rotary_emb.inv_freq = torch.empty(4, device="meta")
+    with pytest.raises(CaptureError, match=r"1 tensors of the model, such as 'model\.rotary_emb\.inv_freq'.*meta"):
+        ri.capture(model, PROMPTS)
+
+
+def test_what_is_no_module_of_python_is_one_sentence():
+    """TorchScript that takes no hooks, or the pair that ri.load gives, and an AttributeError."""
+    with pytest.raises(CaptureError, match="TorchScript"):
+        ri.capture(torch.jit.trace(nn.Linear(2, 2), torch.zeros(2)), PROMPTS)
+    with pytest.raises(CaptureError, match=r"a tuple, not a torch\.nn\.Module; ri\.load returns"):
+        ri.capture((llama(), None), PROMPTS)
+
+
+def test_a_model_that_fails_by_itself_is_one_sentence(monkeypatch):
+    """A traceback from deep inside someone else's model, or the blame put on the map."""
+    model = llama()
+
+    def fail(*_, **__):
+        raise IndexError("out of range in self")
+
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", fail)
+    with pytest.raises(
+        CaptureError, match=r"LlamaForCausalLM failed on .*\(IndexError: out of range in self\)"
+    ) as error:
+        ri.capture(model, PROMPTS, method="solve", sublayers=[("model.layers.*.mlp",) * 2], final="model.norm")
+    assert isinstance(error.value.__cause__, IndexError)
+    assert hooks_of(model) == 0
+
+
+def test_positions_that_begin_after_padding_leave_less_room():
+    """RoBERTa has places for fewer tokens than max_position_embeddings says, and fails on the last ones."""
+    shape = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+    config = RobertaConfig(**shape, num_attention_heads=4, max_position_embeddings=12, pad_token_id=1)
+    model = RobertaForMaskedLM(config).eval()
+    assert ri.verdict(ri.capture(model, [[5] * 10])).item(0) == "exact"
+    with pytest.raises(PromptError, match="has 11 tokens but the model's context is 10"):
+        ri.capture(model, [[5] * 11])
 
 
 def test_offloaded_weights_are_one_sentence():

@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import TINY
-from transformers import AutoModelForCausalLM, DeepseekV4Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV4Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import resinspect as ri
 from resinspect import inspection
+from resinspect.checkpoint.blank import smaller
 from resinspect.errors import CheckpointError, OptionError
 from resinspect.families import FAMILIES, find_layout
 from resinspect.families.table import CAPTION, END, START, family_rows, markdown, write_table
@@ -99,7 +107,7 @@ def test_routing_parameters_of_all_layers_are_one_line(tmp_path):
 
 def test_an_index_of_half_a_million_tensors(tmp_path):
     """Minutes over an index, or a shard that is not there taken for an error."""
-    llama(tmp_path, num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)
+    llama(tmp_path, num_hidden_layers=80, hidden_size=1024, intermediate_size=28672)
     names = {f"model.layers.{i % 80}.experts.{i}.w": SHARDS.format(i % 163 + 1) for i in range(500_000)}
     index = {"metadata": {"total_size": 640_000_000_000}, "weight_map": names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -109,7 +117,26 @@ def test_an_index_of_half_a_million_tensors(tmp_path):
     assert found["weights"] == "none here; the index names 500,000 tensors"
     assert "163 of 163 shards missing: model-00001-of-00163.safetensors, " in found["note"]
     assert "640,000,000,000 bytes when complete" in found["note"]
-    assert "capture tries out and checks its residual" in found["family"]
+    assert found["family"] == f"plain: {FAMILIES['plain'].scheme}"
+    assert found["readers"] == "as in a copy with 2 layers that was tried out; in a layer attn, mlp"
+
+
+def test_a_copy_shows_every_kind_of_layer():
+    """Layers of a hybrid model that are left out of what is tried out, or lists of settings of the wrong length."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    config = Gemma3TextConfig(num_hidden_layers=24, layer_types=kinds * 6)
+    found, layers = smaller(config)
+    assert layers == found.num_hidden_layers == 4
+    assert found.layer_types == kinds
+    assert config.num_hidden_layers == 24
+    assert config.vocab_size > found.vocab_size
+
+
+def test_what_is_too_large_even_for_a_copy_is_said(tmp_path):
+    """Gigabytes of memory for a question about names."""
+    llama(tmp_path, num_hidden_layers=80, hidden_size=16384)
+    found = said(tmp_path)
+    assert "too large to try out here; capture tries out and checks its residual" in found["family"]
     assert "its list model.layers holds 80 LlamaDecoderLayer with self_attn, mlp" in found["family"]
 
 

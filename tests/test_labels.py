@@ -34,6 +34,17 @@ def test_token_texts_of_sentence_pieces_are_literal():
     assert token_texts(special, tokenizer) == ["<s>", "</s>", "<unk>", " $x$", " "]
 
 
+def test_bytes_without_a_decoder():
+    """A converted tokenizer that lost its decoder, and labels a line feed as <0x0A>."""
+    tokenizer = sentence_pieces()
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    assert token_texts(tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xF0>", "<s>"]), tokenizer) == [
+        "\n",
+        r"\xf0",
+        "<s>",
+    ]
+
+
 def test_ids_beyond_the_vocabulary_are_shown_as_ids():
     """An embedding padded to a round number, whose last ids no tokenizer knows, that crashes the capture."""
     tokenizer = sentence_pieces()

@@ -107,14 +107,19 @@ def test_other_names_say_nothing(classes, tmp_path):
     """A function, or a class of another configuration, that is called because config.json says so."""
     model = small("LlamaForCausalLM")
     save_with(tmp_path, model, classes)
-    same(load(tmp_path)[0], model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        same(load(tmp_path)[0], model)
+    says = f"config.json names {', '.join(classes)}, but its weights make a LlamaForCausalLM" if classes else ""
+    assert [says in str(w.message) for w in caught] == ([True] if classes else [])
 
 
 def test_published_encoders_hold_more_heads_than_they_name(tmp_path):
     """bert-base names BertForMaskedLM and holds the heads of BertForPreTraining: nothing is left out in silence."""
     model = small("BertForPreTraining")
     save_with(tmp_path, model, ["BertForMaskedLM"])
-    same(load(tmp_path)[0], model)
+    with pytest.warns(UserWarning, match="names BertForMaskedLM, but its weights make a BertForPreTraining"):
+        same(load(tmp_path)[0], model)
 
 
 def test_models_of_pictures_are_refused(tmp_path):
@@ -266,6 +271,19 @@ def test_code_in_a_pickle_does_not_run(config, legacy, beside, tmp_path):
     for given in (path, folder):
         refused(given, "ckpt.pt cannot be loaded", "more than tensors", "model.state_dict()")
     assert not mark.exists()
+
+
+def test_numbers_among_the_weights_are_passed_over(beside):
+    """An epoch that training code left in the state dict, and weights that are refused for it."""
+    model, folder = beside
+    torch.save(model.state_dict() | {"epoch": 3, "name": "run", "loss": 1.5, "best": None}, folder / "model.pt")
+    same(load(folder / "model.pt")[0], model)
+
+
+@pytest.mark.parametrize("path", [3, None, ["a"]])
+def test_what_is_no_path_is_one_sentence(path):
+    with pytest.raises(CheckpointError, match=f"the model is a {type(path).__name__}; give an existing folder"):
+        load(path)
 
 
 REFUSED = {

@@ -13,6 +13,7 @@ from toys import (
     Biased,
     Block,
     Closed,
+    Doubled,
     Gated,
     InPlace,
     Inside,
@@ -53,6 +54,14 @@ def test_however_it_is_added_the_weights_are_one(block, dtype):
     assert trace.sizes["source"] == 7
     assert ri.fidelity_summary(trace)["verdict"] == "exact"
     assert (weights_of(trace) == 1).all()
+
+
+def test_a_write_that_holds_the_residual_is_taken_apart():
+    """An exact map in which one source is the residual itself, so that every earlier weight is too small."""
+    trace = ri.capture(toy(Doubled), PROMPTS, keep=("hidden",))
+    assert ri.fidelity_summary(trace)["verdict"] == "exact"
+    # Three layers, of which each doubles what is there before its first sublayer writes.
+    assert weights_of(trace)[0].tolist() == [8, 4, 4, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -83,6 +83,18 @@ class Adds(nn.Module):
         return self.work(self.norm(x)) + x
 
 
+class Doubled(Block):
+    """A sublayer that adds the residual itself, added to the residual once more."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.first = Adds(self.norm_a, self.mix)
+
+    def forward(self, x):
+        x = x + self.first(x)
+        return x + self.turn(self.norm_b(x))
+
+
 class Silent(Block):
     """As initialised in many recipes: nothing is written yet."""
 

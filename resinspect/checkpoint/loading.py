@@ -50,6 +50,12 @@ def load(
         tokenizer = _load_tokenizer(source)
     for named in (model.config, model) if tokenizer is None else (model.config, model, tokenizer):
         named.name_or_path = source.name
+    kind, named = type(model).__name__, config.architectures or []
+    if named and kind not in named:
+        notes = [
+            *notes,
+            f"config.json names {', '.join(named)}, but its weights make a {kind}",
+        ]
     for note in notes:
         warnings.warn(f"{source.name}: {note}.", stacklevel=2)
     return model, tokenizer

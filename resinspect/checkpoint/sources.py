@@ -71,6 +71,8 @@ def locate(path: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: If it can be neither.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"the model is a {type(path).__name__}; {spelling()}.")
     known = bundled()
     if not str(path).strip():
         raise CheckpointError(f"the model has no name; {spelling()}.")

@@ -68,12 +68,16 @@ def unwrap(payload: Any, path: Path) -> dict[str, Tensor]:
         CheckpointError: If there is none.
     """
     if isinstance(payload, Mapping) and payload:
-        if all(isinstance(name, str) and isinstance(value, Tensor) for name, value in payload.items()):
-            return dict(payload)
+        tensors = {n: value for n, value in payload.items() if isinstance(n, str) and isinstance(value, Tensor)}
+        if len(tensors) == len(payload):
+            return tensors
         inside = [payload[name] for name in WRAPPERS if isinstance(payload.get(name), Mapping)]
         if inside:
             # Some training code keeps settings under "model" and the weights under another name.
             return unwrap(next((item for item in inside if _holds_tensors(item)), inside[0]), path)
+        if tensors and not any(isinstance(value, Mapping | list | tuple) for value in payload.values()):
+            # Numbers and names that training code left among the weights, such as the epoch.
+            return tensors
     holds = some(map(str, payload)) or "nothing" if isinstance(payload, Mapping) else f"a {type(payload).__name__}"
     raise CheckpointError(
         f"{path} holds {holds}, and no state dict, neither bare nor under {', '.join(WRAPPERS)}; "

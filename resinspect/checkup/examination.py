@@ -154,10 +154,10 @@ def _admit(model: Any, prompts: Any, options: dict[str, Any]) -> tuple[Patient, 
 
 def _encode(model: Any, prompts: Any, options: dict[str, Any]) -> tuple[list[list[int]], list[Row]]:
     """Token ids of the prompts, or of what stands in for them, and a note about it."""
-    from resinspect.families.forward import vocabulary
+    from resinspect.families.forward import context_of, vocabulary
     from resinspect.hooks.prompts import encode_prompts
 
-    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    context = context_of(model)
     known = {"max_length": context, "vocab_size": vocabulary(model)}
     tokenizer = options["tokenizer"]
     if prompts is not None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from resinspect.anatomy import FINAL, Anatomy, Site, decoder_anatomy
+from resinspect.errors import CaptureError
 from resinspect.families.layout import Event, Layout, Seen, Tap
 from resinspect.models.open_attnres import MODES, SUBLAYERS, depth_weights, keeps, scalar_gate
 from resinspect.program import COEFFICIENT, TERM, Carrier, Connection, Native
@@ -87,12 +88,27 @@ def recognise(model: nn.Module) -> Layout | None:
 
 
 def _is_trunk(trunk: nn.Module) -> bool:
-    """Exactly the known parts: a final readout of its own or further routing would be another scheme."""
+    """Exactly the known parts: a final readout of its own or further routing would be another scheme.
+
+    Raises:
+        CaptureError: If these parts are there, but not how they work: the weights alone do not say it.
+    """
+    names = {name for name, _ in trunk.named_parameters() if "res_" in name and not name.startswith("layers.")}
+    if names or not hasattr(trunk, "norm") or not all(_is_layer(layer) for layer in trunk.layers):
+        return False
     config = getattr(trunk, "config", None)
     mode, blocks = (getattr(config, f"attnres_{name}", None) for name in ("mode", "num_blocks"))
-    known = mode in MODES and (mode == "full" or isinstance(blocks, int))
-    names = {name for name, _ in trunk.named_parameters() if "res_" in name and not name.startswith("layers.")}
-    return known and not names and hasattr(trunk, "norm") and all(_is_layer(layer) for layer in trunk.layers)
+    if mode not in MODES:
+        raise CaptureError(
+            f"the layers of {type(trunk).__name__} attend over depth, but its config.attnres_mode is {mode!r} and "
+            f"only {' and '.join(MODES)} are known here; name its sublayers, or correct the mode."
+        )
+    if mode == "block" and not isinstance(blocks, int):
+        raise CaptureError(
+            f"the layers of {type(trunk).__name__} attend over blocks, but config.attnres_num_blocks is {blocks!r}; "
+            "give their number there."
+        )
+    return True
 
 
 def _is_layer(layer: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ ROUNDINGS = 8.0
 
 
 def require_weights(model: nn.Module) -> None:
-    """Check that a model's parameters are there to be read.
+    """Check that a model's parameters and buffers are there to be read.
 
     Raises:
         CaptureError: If some are on the meta device: offloaded, or never loaded.
     """
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    missing = [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]
     if missing:
         raise CaptureError(
-            f"{len(missing)} parameters of the model, such as {missing[0]!r}, are on the meta device: they are "
+            f"{len(missing)} tensors of the model, such as {missing[0]!r}, are on the meta device: they are "
             "offloaded or were never loaded; load the whole model without offloading, in a narrower dtype if it does "
             "not fit."
         )

@@ -133,7 +133,8 @@ def _token_text(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
     if (spaced := piece.replace(SPACE, " ")) != piece and spaced.strip() == text.strip():
         # Decoded by itself, a piece loses the space before it.
         return spaced
-    return _piece_text(piece) if "�" in text or not text else text
+    # A tokenizer that came without its decoder gives the name of a byte.
+    return _piece_text(piece) if "�" in text or not text or BYTE.fullmatch(text) else text
 
 
 def _piece_text(piece: str) -> str:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from resinspect.errors import CaptureError, MapError
 from resinspect.families import Event, Layout
-from resinspect.families.forward import call, evaluating, vocabulary
+from resinspect.families.forward import call, context_of, evaluating, vocabulary
 from resinspect.hooks.causality import logits_of
 from resinspect.hooks.geometry import next_token_loss
 from resinspect.hooks.gradients import gradients
@@ -60,7 +60,7 @@ class Run:
     def __post_init__(self) -> None:
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
         self.config = getattr(self.model, "config", None)
-        self.context = getattr(self.config, "max_position_embeddings", None)
+        self.context = context_of(self.model)
         self.vocab_size = vocabulary(self.model)
         self.fingerprint = fingerprint(self.model)
 

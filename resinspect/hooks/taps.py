@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from resinspect.errors import CaptureError
@@ -37,8 +38,17 @@ def attached(taps: Sequence[Tap], receive: Receive) -> Iterator[None]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside ``torch.compile`` and data-parallel wrappers."""
+    """The model inside ``torch.compile`` and data-parallel wrappers.
+
+    Raises:
+        CaptureError: If it is no module, or one of TorchScript, whose own modules take no hooks.
+    """
     while True:
+        if not isinstance(model, nn.Module):
+            hint = "; ri.load returns (model, tokenizer)" if isinstance(model, tuple) else ""
+            raise CaptureError(f"the model is a {type(model).__name__}, not a torch.nn.Module{hint}.")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise CaptureError("the model is a TorchScript module, which cannot be hooked; give the one it came from.")
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
         elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):

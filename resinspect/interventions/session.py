@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from resinspect.errors import CaptureError, OptionError
 from resinspect.families import Layout, find_layout
-from resinspect.families.forward import call, evaluating, vocabulary
+from resinspect.families.forward import call, context_of, evaluating, vocabulary
 from resinspect.families.wrapped import bridged
 from resinspect.hooks.causality import is_causal, logits_of, require_weights
 from resinspect.hooks.prompts import Batch, Prompts, batches, encode_prompts, token_texts
@@ -140,7 +140,7 @@ def session(
     require_weights(model)
     layout = find_layout(model)
     limits = {
-        "max_length": getattr(getattr(model, "config", None), "max_position_embeddings", None),
+        "max_length": context_of(model),
         "vocab_size": vocabulary(model),
     }
     encoded = encode_prompts(prompts, tokenizer, truncate=truncate, **limits)

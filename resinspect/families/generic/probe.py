@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from resinspect.errors import CaptureError
 from resinspect.families.forward import call, evaluating, vocabulary
 
 ROWS, TOKENS = 2, 5
@@ -82,8 +83,8 @@ def probe(model: nn.Module) -> Probe:
     stacks = dict(_stacks(model))
     if not stacks:
         return Probe(why="it has no list of layers that all have modules of their own")
-    if any(tensor.is_meta for tensor in model.parameters()):
-        return Probe(why="its parameters are on the meta device, so that it cannot be run; load its weights first")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return Probe(why="its tensors are on the meta device, so that it cannot be run; load its weights first")
     known = vocabulary(model)
     if not known:
         return Probe(why="it has no embedding of token ids")
@@ -93,7 +94,8 @@ def probe(model: nn.Module) -> Probe:
     try:
         with evaluating(model), recorder.attached(model):
             call(model, ids, use_cache=False, return_dict=True)
-    except Exception as error:
+    except CaptureError as failed:
+        error = failed.__cause__ or failed
         return Probe(why=f"it does not run on token ids alone ({type(error).__name__}: {_first_line(error)})")
     return replace(_seen(stacks, recorder), ids=ids)
 
@@ -129,7 +131,7 @@ def _seen(stacks: dict[str, list[nn.Module]], recorder: "_Recorder") -> Probe:
     return Probe(path, calls, later, recorder.count)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0].rstrip(".")[:120]
 
 

@@ -163,8 +163,17 @@ class _Walk:
             weights = explain(target, [carry, *(c.written for c in columns)])
             if weights and weights[0]:
                 writes = [Write(c, w) for c, w in zip(columns, weights[1:], strict=True) if w]
-                return weights[0], sorted(writes, key=lambda write: write.call.stop)
+                holding = [write.call for write in writes if self._holds(write.call, carry)]
+                if not holding:
+                    return weights[0], sorted(writes, key=lambda write: write.call.stop)
+                outputs = [c for c in outputs if c not in holding]
         return None
+
+    def _holds(self, call: Call, carry: Tensor) -> bool:
+        """Whether a module adds the residual to its own output inside, so that what it gives is no write."""
+        inner = [c for c in self.probe.calls if call in c.inside and self._has_width(c.written)]
+        weights = explain(call.written, [carry, *(c.written for c in _distinct(inner))])
+        return bool(weights and weights[0])
 
     def _outputs(self, now: int) -> list[Call]:
         calls = self.probe.calls
