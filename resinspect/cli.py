@@ -133,8 +133,8 @@ def analyze(
 ) -> None:
     """Measure a trace: dilution, specialization, drift, streams; intervals are over documents."""
     from resinspect.analysis.export import write_tables
+    from resinspect.analysis.table import MEASURES, headlines
     from resinspect.analysis.table import analyze as run
-    from resinspect.analysis.table import headlines
     from resinspect.listings import headline_table
     from resinspect.trace import describe, open_trace
 
@@ -144,8 +144,11 @@ def analyze(
     if folder is not None:
         write_tables(tables, left_out, folder)
     out.print(describe(trace), highlight=False, markup=False, soft_wrap=True)
-    out.print(headline_table(headlines(tables)))
-    lines = [f"left out, as the trace holds too little for them: {', '.join(left_out)}"] if left_out else []
+    rows = headlines(tables)
+    out.print(headline_table(rows))
+    empty = [name for name in tables if MEASURES[name].headline is not None and name not in set(rows["measure"])]
+    lines = [f"without a value, as for this they need more documents or tokens: {', '.join(empty)}"] if empty else []
+    lines += [f"left out, as the trace holds too little for them: {', '.join(left_out)}"] if left_out else []
     lines += [f"wrote {len(tables)} tables to {folder}"] if folder is not None else []
     for line in lines:
         out.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -17,7 +17,7 @@ from resinspect.checkpoint.refusals import quiet
 from resinspect.checkpoint.sources import Source, find
 from resinspect.checkpoint.stored import Stored, stored_files, stored_in
 from resinspect.errors import CaptureError, CheckpointError
-from resinspect.families import FAMILIES, Layout, find_layout
+from resinspect.families import FAMILIES, Layout, find_layout, layers_of
 from resinspect.program import TERM
 
 TRIED = 50_000_000
@@ -106,7 +106,7 @@ def _described(config: PreTrainedConfig, source: Source) -> tuple[nn.Module | No
     if _parameters(model) > TRIED:
         (config, layers), limit = smaller(config), COPY
     layout, why = _tried(config, source, limit)
-    return model, layout, f"{why}; {_structure(model)}" if layout is None else "", layers
+    return model, layout, f"{why}; {layers_of(model)}" if layout is None else "", layers
 
 
 def _tried(config: PreTrainedConfig, source: Source, limit: int) -> tuple[Layout | None, str]:
@@ -185,14 +185,3 @@ def _routing(layout: Layout | None) -> list[str]:
         return []
     names = Counter(_NUMBER.sub("*", name) for name in layout.routing)
     return [f"{name} ({count})" if count > 1 else name for name, count in names.items()]
-
-
-def _structure(model: nn.Module) -> str:
-    """The longest list of modules, which are its layers."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        return "it has no list of layers"
-    name, layers = max(lists, key=lambda item: len(item[1]))
-    kinds = Counter(type(layer).__name__ for layer in layers)
-    parts = ", ".join(child for child, _ in layers[0].named_children()) if len(layers) else "nothing"
-    return f"its list {name} holds {', '.join(f'{n} {kind}' for kind, n in kinds.items())} with {parts}"

@@ -86,7 +86,9 @@ def inspection_table(model: str, *, trust_remote_code: bool) -> Table:
 def _checkpoint_row(folder: Path) -> list[str]:
     config = json.loads((folder / "config.json").read_text())
     record = folder / "training.json"
-    tokens = json.loads(record.read_text())["recipe"]["tokens"] if record.exists() else None
+    training = json.loads(record.read_text()) if record.exists() else {}
+    tokens = training.get("recipe", {}).get("tokens")
     options = [f"{key}={value}" for key, value in config.get("connection_options", {}).items()]
+    options += ["damaged on purpose"] if "damaged" in training else []
     sizes = [str(config.get(key, "")) for key in ("num_hidden_layers", "hidden_size")]
     return [", ".join([config.get("connection", ""), *options]), *sizes, f"{tokens:,}" if tokens else ""]

@@ -39,7 +39,8 @@ def test_one_document_has_numbers_but_no_interval():
         warnings.simplefilter("error")
         tables, _ = ri.analyze(trace_of(orthonormal(30, 9), natives=None))
     rows = headlines(tables)
-    assert np.isfinite(rows["value"]).any()
+    assert len(rows) > 5
+    assert rows["value"].notna().all()
     assert rows["low"].isna().all()
 
 

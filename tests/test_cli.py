@@ -75,6 +75,7 @@ def test_models_lists_connections_and_checkpoints(run, monkeypatch):
     assert code == 0
     for name in ("pre_ln", "attnres", "hyper_connections", *ri.bundled()):
         assert re.search(rf"\b{name}\b", out)
+    assert out.count("damaged on") == 2
 
 
 REFUSALS = {
@@ -268,3 +269,12 @@ def test_analyze_writes_every_table_and_prints_what_matters(run, tiny_checkpoint
     assert "is not empty" in error
     assert {path.stem for path in (tmp_path / "tables").iterdir()} == written
     assert run("analyze", tmp_path / "nowhere")[0] == 2
+
+
+def test_analyze_of_one_prompt_prints_no_empty_rows(run, tiny_checkpoint, tmp_path):
+    """A table half of nan, or measures that vanish from it without a word."""
+    assert run("capture", tiny_checkpoint, "--text", "In the beginning.", "--out", tmp_path / "t")[0] == 0
+    code, out, _ = run("analyze", tmp_path / "t")
+    assert code == 0
+    assert "nan" not in out
+    assert "they need more documents or tokens: variance_of_routing, staticness" in out

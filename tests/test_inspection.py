@@ -137,7 +137,7 @@ def test_what_is_too_large_even_for_a_copy_is_said(tmp_path):
     llama(tmp_path, num_hidden_layers=80, hidden_size=16384)
     found = said(tmp_path)
     assert "too large to try out here; capture tries out and checks its residual" in found["family"]
-    assert "its list model.layers holds 80 LlamaDecoderLayer with self_attn, mlp" in found["family"]
+    assert "its list 'model.layers' holds 80 LlamaDecoderLayer with self_attn (LlamaAttention), mlp" in found["family"]
 
 
 def test_a_terabyte_is_not_read(tmp_path):
@@ -247,7 +247,7 @@ def test_a_residual_that_no_family_knows_says_what_its_layers_are(tmp_path, monk
     """The name of a family that does not fit, rather than none."""
     llama(tmp_path)
     monkeypatch.setattr(inspection, "_known", lambda _: None)
-    assert said(tmp_path)["family"].startswith("none knows its residual; its list model.layers holds 3 LlamaDecoderL")
+    assert said(tmp_path)["family"].startswith("none knows its residual; its list 'model.layers' holds 3 LlamaDecoderL")
 
 
 def test_readme_shows_the_table_of_families():

@@ -112,7 +112,7 @@ def analyze(trace: "xr.Dataset", *, drop_first: int = 0) -> "tuple[dict[str, pd.
 
 
 def headlines(tables: "dict[str, pd.DataFrame]") -> "pd.DataFrame":
-    """The few rows of ``analyze`` that belong in a short summary.
+    """The few rows of ``analyze`` that belong in a short summary, as far as they have a value.
 
     Returns:
         Columns ``measure``, ``of``, ``value``, ``low``, ``high``, ``null``, ``documents``; ``null`` is one value, or
@@ -130,4 +130,4 @@ def headlines(tables: "dict[str, pd.DataFrame]") -> "pd.DataFrame":
             null = next((line[column] for column in ("null", "null_high") if column in line), table.attrs.get("null"))
             rows.append((name, of, line[row.value], line["low"], line["high"], null, line["documents"]))
     frame = pd.DataFrame(rows, columns=["measure", "of", "value", "low", "high", "null", "documents"])
-    return frame.astype({"null": float})
+    return frame.dropna(subset="value").astype({"null": float})

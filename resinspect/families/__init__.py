@@ -1,5 +1,7 @@
 """Families of models: one file each, and one line here. The first that recognises a model describes it."""
 
+from collections import Counter
+
 from torch import nn
 
 from resinspect.errors import CaptureError
@@ -91,7 +93,18 @@ FAMILIES: dict[str, Family] = {
     "post_norm": Family(post_norm.recognise, "norm(h + v)", "conditional", "as found: attn, mlp, ...", 4e-7),
 }
 
-__all__ = ["FAMILIES", "Event", "Family", "Layout", "Seen", "Sublayers", "Tap", "find_layout", "name_layout"]
+__all__ = [
+    "FAMILIES",
+    "Event",
+    "Family",
+    "Layout",
+    "Seen",
+    "Sublayers",
+    "Tap",
+    "find_layout",
+    "layers_of",
+    "name_layout",
+]
 
 
 def find_layout(model: nn.Module) -> Layout:
@@ -111,18 +124,21 @@ def _first_that_recognises(model: nn.Module) -> Layout:
         reason = why_not(model)
     raise CaptureError(
         f"{type(model).__name__} belongs to no known family, and a probe of it does not show one: {reason}; "
-        f"{_layers_of(model)} "
+        f"{layers_of(model)}. "
         'Name its sublayers yourself: method="solve", sublayers=[("layers.*.attn", "layers.*.norm1"), ...], '
         'final="norm", each pair a module whose output is written and the module that reads.'
     )
 
 
-def _layers_of(model: nn.Module) -> str:
+def layers_of(model: nn.Module) -> str:
+    """The longest list of modules, which are a model's layers, and what is in the first of them, as a clause."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     # Lists inside of layers are experts and the like.
     outer = [(n, m) for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)]
     if not outer:
-        return "it has no list of layers."
+        return "it has no list of layers"
     name, layers = max(outer, key=lambda item: len(item[1]))
     children = ", ".join(f"{child} ({type(module).__name__})" for child, module in layers[0].named_children())
-    return f"its list {name!r} holds {len(layers)} {type(layers[0]).__name__} with {children or 'no children'}."
+    kinds = Counter(type(layer).__name__ for layer in layers)
+    counts = " and ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"its list {name!r} holds {counts} with {children or 'no children'}"
