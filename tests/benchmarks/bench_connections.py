@@ -1,21 +1,27 @@
-"""What each connection costs beside the plain residual: a training step, a forward, and generation, in one run.
+"""What the connection of each recipe costs beside the plain residual: a training step, a forward, and generation.
 
 ``make bench`` prints the times with their ratio to the fastest in brackets. Nothing is asserted: compare ratios.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from resinspect.models import CONNECTIONS, ResidualConfig, ResidualLM
+from resinspect.models import ResidualConfig, ResidualLM
+from resinspect.models.training import read_recipe
+
+RECIPES = Path(__file__).parents[2] / "data" / "recipes"
+CASES = sorted(path.stem for path in RECIPES.glob("*.toml") if path.stem != "base" and "_seed" not in path.stem)
 
 BATCH, TOKENS = 4, 256
 ROUNDS = {"rounds": 5, "warmup_rounds": 1}
 
 
-@pytest.fixture(params=CONNECTIONS)
+@pytest.fixture(params=CASES)
 def model(request):
     torch.manual_seed(0)
-    return ResidualLM(ResidualConfig(connection=request.param))
+    return ResidualLM(ResidualConfig(**read_recipe(RECIPES / f"{request.param}.toml").model))
 
 
 def ids():
