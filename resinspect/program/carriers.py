@@ -40,9 +40,10 @@ class Carrier:
 
     def combine(self, weights: Tensor, slots: Sequence[Tensor]) -> Tensor:
         """Weighted sum of ``n`` slots with weights ``(..., n)``, without stacking them."""
-        total = self.scale(weights[..., 0], slots[0])
-        for i in range(1, len(slots)):
-            total = torch.addcmul(total, self._scalar(weights[..., i]), slots[i])
+        first, *others = weights.unbind(-1)
+        total = self.scale(first, slots[0])
+        for weight, slot in zip(others, slots[1:], strict=True):
+            total = torch.addcmul(total, self._scalar(weight), slot)
         return total
 
     def mix(self, matrix: Tensor, streams: Tensor) -> Tensor:

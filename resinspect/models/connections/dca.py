@@ -78,7 +78,9 @@ class DCA(Connection):
         stack, entered, attended = state
         if site.kind == "mlp":
             return (entered + attended,), state
-        inputs = tuple(self._gated(carrier, stack, native["gate"], view) for view in range(len(site.views)))
+        # Unbound, not indexed: the gradient of an index is a copy of the whole gate for every slot.
+        gates = native["gate"].unbind(-2 if self.grn == "v1" else -3)
+        inputs = tuple(self._gated(carrier, stack, gate) for gate in gates)
         return inputs, (stack, inputs[0], None)
 
     def write(self, carrier: Carrier, state: Stack, site: Site, native: Native, value: Tensor) -> Stack:
@@ -88,11 +90,11 @@ class DCA(Connection):
             return stack, entered, value
         return (*stack, attended + value), None, None
 
-    def _gated(self, carrier: Carrier, stack: tuple[Tensor, ...], gate: Tensor, view: int) -> Tensor:
+    def _gated(self, carrier: Carrier, stack: tuple[Tensor, ...], gate: Tensor) -> Tensor:
         slots = self._windowed(stack)
         if self.grn == "v1":
-            return carrier.combine(gate[..., view, :], slots)
-        return sum(carrier.channels(gate[..., view, n, :], slot) for n, slot in enumerate(slots))
+            return carrier.combine(gate, slots)
+        return sum(carrier.channels(weight, slot) for weight, slot in zip(gate.unbind(-2), slots, strict=True))
 
     def _windowed(self, stack: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         middle = len(stack) - 1 - self.window
