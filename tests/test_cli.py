@@ -271,6 +271,26 @@ def test_analyze_writes_every_table_and_prints_what_matters(run, tiny_checkpoint
     assert run("analyze", tmp_path / "nowhere")[0] == 2
 
 
+def test_analyze_writes_where_it_stands(run, tiny_checkpoint, tmp_path, monkeypatch):
+    """An empty folder refused because it is the current one, or reached by a link; half the tables after a failure."""
+    assert run("capture", tiny_checkpoint, "--text", "In the beginning.", "--out", tmp_path / "t")[0] == 0
+    here, link = tmp_path / "here", tmp_path / "link"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert run("analyze", tmp_path / "t", "--out", ".")[0] == 0
+    written = sorted(path.name for path in here.iterdir())
+    assert "left_out.csv" in written
+    assert all(name.endswith(".csv") for name in written)
+    (tmp_path / "real").mkdir()
+    link.symlink_to(tmp_path / "real")
+    assert run("analyze", tmp_path / "t", "--out", link)[0] == 0
+    assert sorted(path.name for path in link.iterdir()) == written
+    code, _, error = run("analyze", tmp_path / "t", "--drop-first", 99, "--out", tmp_path / "new")
+    assert code == 2
+    assert "none is left" in error
+    assert not (tmp_path / "new").exists()
+
+
 def test_analyze_of_one_prompt_prints_no_empty_rows(run, tiny_checkpoint, tmp_path):
     """A table half of nan, or measures that vanish from it without a word."""
     assert run("capture", tiny_checkpoint, "--text", "In the beginning.", "--out", tmp_path / "t")[0] == 0

@@ -250,6 +250,11 @@ def test_rows_that_are_no_numbers_are_refused(edit):
         (recency_only(), {"downstream": "frosen"}, "choose one of recomputed, frozen"),
         ([recency_only(), recency_only()], {}, "each only once"),
         ([], {}, "give at least one"),
+        ("uniform", {}, "make edits with functions such as ri.ablate_edge"),
+        (ablate_edge("1.attn", "1.attn"), {}, "takes '1.attn' from '1.attn', which reads before it is written"),
+        (ablate_edge("1.mlp", "0.attn"), {}, "reads before it is written"),
+        (shuffle_tokens(order=lambda n: [0]), {}, "must give . numbers from 0 to"),
+        (shuffle_tokens(order=lambda n: range(1, n + 1)), {}, "must give . numbers from 0 to"),
     ],
 )
 def test_mistakes_are_named(edit, options, match):
@@ -260,6 +265,28 @@ def test_mistakes_are_named(edit, options, match):
         ablate_source("embed", mode="all")
     with pytest.raises(OptionError, match="at least 1 source"):
         recency_only(0)
+
+
+@pytest.mark.parametrize("part", [{"sources": ["1.attn"]}, {"readers": ["final"]}])
+@pytest.mark.parametrize("edit", [freeze_to, mean_routing])
+def test_rows_of_a_part_of_a_trace_are_refused(edit, part):
+    """One weight broadcast to every source, or a KeyError in the middle of a forward."""
+    model = random_model("attnres")
+    trace = ri.select(ri.capture(model, prompts_for(model)), **part)
+    with pytest.raises(OptionError, match="other readers or sources"):
+        changes(model, edit(trace))
+    if "readers" in part:
+        assert not nothing(changes(model, mean_routing(trace, readers=["final"])))
+
+
+def test_effects_of_nothing_are_named():
+    """What another function gave, or tokens that are all dropped, and numpy's own message."""
+    model = random_model("attnres")
+    result = changes(model, recency_only())
+    with pytest.raises(OptionError, match=r"give what ri\.intervene returns"):
+        effects(result.drop_vars(["kl", "loss_change"]))
+    with pytest.raises(OptionError, match="drop_first is 99, but the longest document has"):
+        effects(result, drop_first=99)
 
 
 def test_table_of_effects():

@@ -21,11 +21,12 @@ def write_tables(tables: Mapping[str, pd.DataFrame], left_out: Mapping[str, str]
     Raises:
         OptionError: If the folder cannot be used.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    there = folder.exists()
+    if there and (not folder.is_dir() or any(folder.iterdir())):
         raise OptionError(f"{folder} exists and is not empty; choose another folder or delete it first.")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished.", dir=folder))
     except OSError as error:
         raise OptionError(f"{folder} cannot be written: {error.strerror}.") from error
     try:
@@ -33,8 +34,9 @@ def write_tables(tables: Mapping[str, pd.DataFrame], left_out: Mapping[str, str]
             table.to_csv(unfinished / f"{name}.csv", index=False, lineterminator="\n")
         reasons = pd.DataFrame(list(left_out.items()), columns=["measure", "reason"])
         reasons.to_csv(unfinished / "left_out.csv", index=False, lineterminator="\n")
-        unfinished.chmod(0o755)
-        unfinished.replace(folder)
+        for file in unfinished.iterdir():
+            file.replace(folder / file.name)
+        unfinished.rmdir()
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished if there else folder, ignore_errors=True)
         raise

@@ -29,13 +29,16 @@ def summarise(
         than two documents: no interval), ``tokens``, ``documents``.
 
     Raises:
-        OptionError: If there is no token dimension, or ``level`` is not between 0 and 1.
+        OptionError: If there is no token dimension, no token is left, or ``level`` is not between 0 and 1.
     """
     if "token" not in values.dims:
         raise OptionError(f"{values.name} has no token dimension to average over; its dimensions are {values.dims}.")
     if not 0 < level < 1:
         raise OptionError(f"level is {level}; it must lie between 0 and 1, such as 0.95.")
     kept = values.transpose("token", ...).isel(token=values.coords["position"].values >= drop_first)
+    if not kept.sizes["token"]:
+        longest = int(values.coords["position"].max()) + 1 if values.sizes["token"] else 0
+        raise OptionError(f"drop_first is {drop_first}, but the longest document has {longest} tokens: none is left.")
     table = kept.values.reshape(kept.sizes["token"], -1).astype(np.float64)
     sums, counts = by_document(table, kept.coords["sample"].values)
     low, high = interval(sums, counts, resamples=resamples, level=level, seed=seed)

@@ -40,7 +40,7 @@ def mixing_sums(patient: Patient) -> Iterator[Row]:
             raise NotApplicable("no mixing is finite")
         worst = np.nanmax(values, axis=0)
         evidence = (
-            f"{sums} sum to 1 within {np.nanmax(values):.2g} (median {np.nanmedian(values):.2g}); "
+            f"sums of {sums} miss 1 by up to {np.nanmax(values):.2g} (median {np.nanmedian(values):.2g}); "
             f"{tokens_of(patient.trace)}"
         )
         sites, at = deviation.coords["site"].values, worst > limit

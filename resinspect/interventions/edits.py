@@ -69,6 +69,7 @@ class Edit:
         mean: Whether it needs the mean row over all prompts.
         zeroed: Names of sources whose write itself is replaced by zero, so that routers and carry miss it as well.
         when: At which tokens writes are zeroed, bool ``(token)``; None for all.
+        given: Names of the readers and of the sources whose rows it brings along, where it does.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Edit:
     mean: bool = False
     zeroed: tuple[str, ...] = ()
     when: When | None = None
+    given: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def row(self, place: Place, row: Tensor) -> Tensor:
         """The new row at a place."""

@@ -64,11 +64,13 @@ def intervene(
         OptionError: If an edit names what the model does not have.
     """
     given = session(model, prompts, tokenizer=tokenizer, batch_size=batch_size, truncate=truncate)
-    return measure(given, [edits] if isinstance(edits, Edit) else list(edits), downstream)
+    return measure(given, [edits] if isinstance(edits, Edit | str) else list(edits), downstream)
 
 
 def measure(given: Session, edits: Sequence[Edit], downstream: Downstream) -> xr.Dataset:
     """As ``intervene``, of a model that is ready."""
+    if wrong := [edit for edit in edits if not isinstance(edit, Edit)]:
+        raise OptionError(f"edits hold {wrong[0]!r}; make edits with functions such as ri.ablate_edge.")
     names = [edit.name for edit in edits]
     if not edits or len({*names}) < len(names):
         raise OptionError(f"edits are {names}; give at least one, each only once.")
@@ -105,9 +107,14 @@ def effects(result: xr.Dataset, *, drop_first: int = 0, resamples: int = 1000, l
     Returns:
         One row per measure and edit: ``measure``, ``edit``, ``mean``, ``median``, ``low``, ``high`` (NaN with one
         document), ``tokens``, ``documents``. Null value 0.
+
+    Raises:
+        OptionError: If ``result`` is not of ``intervene``, or no token is left.
     """
     frames = []
-    for name in [name for name in MEASURES if name in result]:
+    if not (names := [name for name in MEASURES if name in result and "edit" in result[name].dims]):
+        raise OptionError(f"the result has {', '.join(map(str, result)) or 'nothing'}; give what ri.intervene returns.")
+    for name in names:
         frame = summarise(result[name], drop_first=drop_first, resamples=resamples, level=level)
         frames.append(frame.assign(measure=name)[["measure", *frame.columns]])
     table = pd.concat(frames, ignore_index=True)

@@ -7,7 +7,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from resinspect.errors import TraceError
+from resinspect.errors import OptionError, TraceError
 from resinspect.interventions.edits import Edit, Place, named, titled
 
 
@@ -30,7 +30,7 @@ def mean_routing(trace: xr.Dataset | None = None, *, readers: Sequence[str] | No
     def form(place: Place, row: Tensor) -> Tensor:
         return means[place.reader.name][: len(place.sources)].to(row).expand_as(row)
 
-    return Edit(titled("mean_routing (of a trace)", readers), form, named(readers), _sources(trace), scalar=True)
+    return Edit(titled("mean_routing (of a trace)", readers), form, named(readers), scalar=True, given=_names(trace))
 
 
 def uniform_routing(*, readers: Sequence[str] | None = None) -> Edit:
@@ -62,6 +62,9 @@ def shuffle_tokens(
         seed: Of the permutation, with the prompt's number; no token keeps its own row unless it is alone.
         order: Instead: for n tokens, whose row each gets.
         readers: Names of the readers; None for all.
+
+    Raises:
+        OptionError: When it runs, if ``order`` does not give n numbers from 0 to n - 1.
     """
 
     def form(place: Place, row: Tensor) -> Tensor:
@@ -70,7 +73,7 @@ def shuffle_tokens(
         for number in sample.unique().tolist():
             mine = torch.nonzero(sample == number).flatten()
             chosen = _cycle(len(mine), (seed, number)) if order is None else order(len(mine))
-            index[mine] = mine[torch.as_tensor(np.asarray(chosen), device=mine.device)]
+            index[mine] = mine[torch.as_tensor(_indices(chosen, len(mine)), device=mine.device)]
         return row[index.to(row.device)]
 
     name = titled(f"shuffle_tokens (seed {seed})" if order is None else "shuffle_tokens (given order)", readers)
@@ -104,11 +107,11 @@ def freeze_to(trace: xr.Dataset, *, readers: Sequence[str] | None = None) -> Edi
             )
         return weight[torch.from_numpy(rows), columns[place.reader.name], : len(place.sources)].to(row)
 
-    return Edit(titled("freeze_to", readers), form, named(readers), _sources(trace), scalar=True)
+    return Edit(titled("freeze_to", readers), form, named(readers), scalar=True, given=_names(trace))
 
 
-def _sources(trace: xr.Dataset) -> tuple[str, ...]:
-    return tuple(trace["source"].values.tolist())
+def _names(trace: xr.Dataset) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(trace["reader"].values.tolist()), tuple(trace["source"].values.tolist())
 
 
 def _weights(trace: xr.Dataset) -> Tensor:
@@ -126,6 +129,14 @@ def _cycle(count: int, seed: tuple[int, ...]) -> np.ndarray:
     result = np.empty(count, dtype=np.int64)
     result[order] = np.roll(order, 1)
     return result
+
+
+def _indices(chosen: Sequence[int], count: int) -> np.ndarray:
+    """An order as given, if it says for each token whose row it gets."""
+    indices = np.asarray(chosen)
+    if indices.shape != (count,) or indices.dtype.kind not in "iu" or not ((indices >= 0) & (indices < count)).all():
+        raise OptionError(f"order({count}) gives {chosen!r}; it must give {count} numbers from 0 to {count - 1}.")
+    return indices
 
 
 def _keys(sample: np.ndarray, position: np.ndarray) -> np.ndarray:

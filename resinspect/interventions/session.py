@@ -81,17 +81,29 @@ class Session:
         """
         if downstream not in DOWNSTREAM:
             raise OptionError(f"downstream is {downstream!r}; choose one of {', '.join(DOWNSTREAM)}.")
-        anatomy = self.layout.anatomy
-        known = {"reader": anatomy.readers, "source": anatomy.sources}
-        for what, names in (("reader", edit.readers or ()), ("source", edit.sources)):
-            possible = [item.name for item in known[what]]
-            if unknown := [name for name in names if name not in possible]:
-                raise OptionError(f"{edit.name!r} names {what} {unknown[0]!r}; the model has {', '.join(possible)}.")
+        self._check_names(edit)
         if edit.scalar and self.layout.connection.carrier != COEFFICIENT:
             raise CaptureError(
                 f"{edit.name!r} puts one row of W in another's place, but in scheme {self.layout.scheme!r} W is not "
                 "one number per source and token; ablate_edge, ablate_source and recency_only work on any scheme."
             )
+
+    def _check_names(self, edit: Edit) -> None:
+        readers = {reader.name: reader.prefix for reader in self.layout.anatomy.readers}
+        sources = [source.name for source in self.layout.anatomy.sources]
+        for what, names, possible in (("reader", edit.readers or (), readers), ("source", edit.sources, sources)):
+            if unknown := [name for name in names if name not in possible]:
+                raise OptionError(f"{edit.name!r} names {what} {unknown[0]!r}; the model has {', '.join(possible)}.")
+        for reader in edit.readers or ():
+            if late := [name for name in edit.sources if name not in sources[: readers[reader]]]:
+                raise OptionError(f"{edit.name!r} takes {late[0]!r} from {reader!r}, which reads before it is written.")
+        if edit.given is not None:
+            had, columns = edit.given
+            if list(columns) != sources or not {*(edit.readers or readers)} <= {*had}:
+                raise OptionError(
+                    f"{edit.name!r} brings rows of other readers or sources than the model has; give a whole trace of "
+                    "a model with the same ones."
+                )
 
     def mean_rows(self) -> list[Tensor]:
         """Every reader's mean row ``(source)`` over all prompts, in the clean run."""
