@@ -106,6 +106,13 @@ def dilution_index(trace: xr.Dataset) -> xr.DataArray:
 def update_ratio(trace: xr.Dataset) -> xr.DataArray:
     """Length of a sublayer's write over that of what it read: ``|v_s| / |h_r|`` (Csordas et al. 2025, section 3).
 
+    ``|h_r|`` is the length of the input itself, before the sublayer's own norm. Only in a plain residual is that also
+    what the write is added to. Where inputs are scaled, their length says little, as the sublayer's norm takes it out:
+    depth attention reads a convex mix of writes, never longer than the longest of them; hyper-connections read a
+    weighted sum of streams (``pre``), add to each stream with ``post``, and a common factor of ``pre`` changes the
+    ratio and nothing else (short of the norm's eps). There the ratio compares what went in with what came out, and is
+    not to be compared with that of another scheme.
+
     Args:
         trace: Any.
 
