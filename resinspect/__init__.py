@@ -34,6 +34,7 @@ _WHERE = {
     "visible_text": "resinspect.figures",
     "analyze": "resinspect.analysis.table",
     "compare": "resinspect.analysis.similarity",
+    "paired_difference": "resinspect.analysis.paired",
     "summarise": "resinspect.analysis.summary",
     "doctor": "resinspect.checkup",
     "ablate_edge": "resinspect.interventions",

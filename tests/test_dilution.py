@@ -11,11 +11,10 @@ from resinspect.analysis.dilution import (
     dilution_index,
     effective_sources,
     magnitude_share,
-    persistence_fit,
     update_ratio,
     write_alignment,
-    write_persistence,
 )
+from resinspect.analysis.persistence import persistence_fit, write_persistence
 from resinspect.analysis.summary import summarise
 from resinspect.errors import OptionError, TraceError
 
@@ -66,20 +65,75 @@ def test_equal_orthogonal_writes_fade_as_one_over_t():
     assert fit.loc["exponent", "tokens"] == 12
 
 
-def test_geometric_decay_has_its_half_life():
-    """A half-life in the wrong unit, or off by the distance at which counting starts."""
-    decay = 0.5 ** (1 / 3)
-    sources, readers = np.arange(13), np.arange(1, 14)
-    weight = np.where(sources < readers[:, None], decay ** (readers[:, None] - 1.0 - sources), 0)
+def decaying(fastest=0.0, sources=13):
+    """Weights that decay with distance by a factor of ``2 ** (-1 / 6)``, earlier writes faster by up to ``fastest``."""
+    source, reader = np.arange(sources), np.arange(1, sources + 1)[:, None]
+    rate = 1 / 6 + fastest * (1 - source / sources)
+    weight = np.where(source < reader, 2.0 ** (-rate * (reader - 1.0 - source)), 0)
     # An embedding that makes every input equally long lets shares be the squares of the weights.
-    writes = orthonormal(4, 13)
     length = (weight[:, 1:] ** 2).sum(1)
     weight[:, 0] = np.sqrt(length.max() + 1 - length)
-    fit = persistence_fit(trace_of(writes, weight)).set_index("quantity")
-    assert fit.loc["half_life", "value"] == pytest.approx(1 + 1.5, abs=0.15)
-    curve = write_persistence(trace_of(writes, weight))
-    np.testing.assert_allclose(curve.values[:, 1:] / curve.values[:, :-1], decay**2, rtol=1e-9)
+    return trace_of(orthonormal(4, sources), weight)
+
+
+def test_geometric_decay_has_its_half_life():
+    """A half-life in the wrong unit, or off by the distance at which counting starts."""
+    fit = persistence_fit(decaying()).set_index("quantity")
+    assert fit.loc["half_life", "value"] == pytest.approx(1 + 3, abs=1e-9)
+    assert fit.loc["half_life", ["sources", "limit"]].tolist() == [7, 6]
+    curve = write_persistence(decaying(), limit=12)
+    np.testing.assert_allclose(curve.values[:, 1:] / curve.values[:, :-1], 2 ** (-1 / 3), rtol=1e-9)
     assert curve["distance"].values.tolist() == list(range(1, 13))
+    assert curve.attrs["sources"] == 1
+
+
+def test_writes_that_fade_differently_are_the_same_ones_at_every_distance():
+    """A curve that mixes how writes fade with which writes have readers so far away."""
+    trace = decaying(fastest=0.2)
+    share = contribution_share(trace).values[0]
+    for limit in (3, 6, 12):
+        writes = range(1, 14 - limit)
+        expected = [np.mean([share[s + d - 1, s] for s in writes]) for d in range(1, limit + 1)]
+        curve = write_persistence(trace, limit=limit)
+        np.testing.assert_allclose(curve.values[0], expected)
+        assert curve.attrs["sources"] == len(writes)
+    # Of writes that do not fade at all but are smaller when late, a mean over all pairs would rise with distance.
+    weight = np.where(np.arange(13) == 0, 1e3, 1.0 / np.maximum(np.arange(13), 1))
+    still = write_persistence(trace_of(orthonormal(2, 13), weight)).values
+    np.testing.assert_allclose(still, still[:, :1] + np.zeros(6), rtol=1e-4)
+
+
+def test_readers_of_one_write_at_one_distance_count_once():
+    """Queries, keys and values read thrice as often as MLPs, or two sublayers side by side at two distances."""
+    trace = decaying(fastest=0.2)
+    thrice = trace.isel(reader=np.repeat(np.arange(13), np.where(np.arange(13) % 2, 1, 3)))
+    np.testing.assert_allclose(write_persistence(thrice), write_persistence(trace))
+    side_by_side = trace.isel(reader=np.arange(0, 13, 2))
+    curve, share = write_persistence(side_by_side), contribution_share(trace).values[0]
+    assert curve.sizes["distance"] == 3
+    assert curve.attrs["sources"] == 8
+    second = [share[2 * ((s + 1) // 2) + 2, s] for s in range(1, 9)]
+    np.testing.assert_allclose(curve.values[0, 1], np.mean(second))
+
+
+def test_half_life_of_equal_writes_is_its_null():
+    """A null of no fading, although equal orthogonal writes fade as 1 / T."""
+    fit = persistence_fit(trace_of(orthonormal(12, 17), samples=np.repeat(np.arange(3), 4))).set_index("quantity")
+    row = fit.loc["half_life"]
+    curve = [np.mean([1 / (s + d) for s in range(1, 10)]) for d in range(1, 9)]
+    assert row["value"] == pytest.approx(np.interp(-curve[0] / 2, -np.array(curve), np.arange(1, 9)))
+    assert row["null"] == pytest.approx(row["value"])
+    assert row["sources"] == 9
+    assert fit.loc["exponent", ["sources", "limit"]].tolist() == [16, 16]
+    assert np.isinf(persistence_fit(trace_of(orthonormal(2, 17)), limit=2)["value"][0])
+
+
+def test_a_limit_beyond_all_readers_is_refused():
+    """A mean over no write."""
+    with pytest.raises(OptionError, match="distances 1 to 12"):
+        write_persistence(decaying(), limit=13)
+    with pytest.raises(TraceError, match="no reader comes after"):
+        persistence_fit(decaying().isel(reader=[0]))
 
 
 def test_one_document_has_no_interval():

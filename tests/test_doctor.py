@@ -203,6 +203,28 @@ def test_gates_at_their_ends_on_all_tokens():
     assert said(attended(ROUTED), "saturated gates") == ["ok"]
 
 
+def gated(gate, scheme="state_attention_full", family="open_attnres"):
+    """A trace of depth attention over states with a gate ``(site, ...)`` beside it."""
+    gate = np.broadcast_to(gate, (TOKENS, *np.shape(gate)))
+    trace = attended(ROUTED).assign(native_gate=(("token", "site", "hidden")[: gate.ndim], gate))
+    return known_as(trace, scheme, family)
+
+
+def test_gates_beside_a_softmax():
+    """Gates that only some variants of a scheme have, never looked at; or a free number at 0 called a closed gate."""
+    open_ = np.full((3, 4), 0.3)
+    assert said(gated(open_), "saturated gates") == ["ok"]
+    shut = open_.copy()
+    shut[1, 2] = 0.0002
+    (row,) = rows(gated(shut), "saturated gates")
+    assert (row.severity, row.where) == ("finding", "0.mlp gate[2]")
+    assert " of 14 gates" in row.evidence
+    # One number per sublayer: a sigmoid, or a weight without ends, which a trace does not tell apart.
+    assert " of 2 gates" in rows(gated(np.zeros(3)), "saturated gates")[0].evidence
+    read = gated(shut, "gated_streams", "qwen4_exp").assign(native_post=(("token", "site"), np.ones((TOKENS, 3))))
+    assert rows(read, "saturated gates")[0].where == "0.mlp gate[2]"
+
+
 def test_states_taken_for_writes():
     """Outputs that contain the residual pass as writes, or similar writes as states."""
     writes = orthonormal(TOKENS, 9)

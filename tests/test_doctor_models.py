@@ -257,6 +257,61 @@ def test_a_tanh_at_its_end():
     assert only(built("hyper_connections_static"), "saturated gates").severity == "not applicable"
 
 
+def tiny_of(name):
+    return next(tiny for tiny in TINY if tiny.name == name).build()
+
+
+def gates_of(model):
+    return only(model, "saturated gates", tokenizer=None)
+
+
+def test_a_tanh_of_a_package_at_its_end():
+    """Gates of other people's hyper-connections, which only the reference model's were looked at for."""
+    model = tiny_of("own_hc")
+    hyper = model.trunk.attn_hc[0]
+    n, sites = hyper.num_residual_streams, 2 * len(model.trunk.attn_hc)
+    assert gates_of(model).severity == "ok"
+    assert f" 0 of {sites * (2 * n + n * n)} gates" in f" {gates_of(model).evidence}"
+    with torch.no_grad():
+        model.embed.weight[:, 0] = 50  # a channel with the same sign at every token
+        hyper.norm.gamma.zero_()
+        hyper.dynamic_alpha_fn[0] = 9
+        hyper.dynamic_beta_fn[0] = 9
+    row = gates_of(model)
+    assert row.severity == "finding"
+    assert {"0.attn tanh pre[0]", f"0.attn tanh mix[{n * n - 1}]", "0.attn tanh post[0]"} <= set(row.where.split(", "))
+    for module in (*model.trunk.attn_hc, *model.trunk.ff_hc):
+        module.act = torch.nn.Identity()
+    assert gates_of(model).severity == "not applicable"
+    pooled = tiny_of("own_hc_pool")
+    assert f" of {sites * (2 * n + n * n) + pooled.embed.embedding_dim} gates" in gates_of(pooled).evidence
+
+
+def test_gates_that_are_numbers_of_the_model():
+    """Static gates passed over; a free number of open AttnRes at 0, where it starts, called a closed gate."""
+    model = tiny_of("open_attnres_scalar_gate")
+    with torch.no_grad():
+        model.model.layers[0].attn_res_gate_logit.fill_(9)
+    assert gates_of(model).where == "0.attn gate"
+    free = tiny_of("open_attnres_alpha_gate")
+    with torch.no_grad():
+        free.model.layers[0].attn_res_alpha.zero_()
+    assert gates_of(free).severity == "ok"
+
+
+def test_static_gates_per_channel():
+    """A scheme said to have no gates, as the trace holds none."""
+    try:
+        model = tiny_of("muse_spark")
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"muse_spark cannot be built with the installed transformers: {error}")
+    assert gates_of(model).severity == "ok"
+    gate = next(module for name, module in model.named_modules() if name.endswith("post_attention_residual_gate"))
+    with torch.no_grad():
+        gate.gate[2] = -20 * gate.temperature
+    assert gates_of(model).where == "0.attn gate[2]"
+
+
 def test_states_named_as_writes():
     """Layers, whose output holds the residual, named where sublayers are meant."""
     model = next(tiny for tiny in TINY if tiny.name == "llama").build()

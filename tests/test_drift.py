@@ -102,11 +102,11 @@ def test_documents_of_other_lengths_do_not_drift():
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**16), profile=st.sampled_from(["weight", "magnitude"]))
-def test_divergences_are_nested_and_bounded(seed, profile):
+@given(seed=st.integers(0, 2**16), share=st.sampled_from(["weight", "magnitude"]))
+def test_divergences_are_nested_and_bounded(seed, share):
     """A divergence between documents above that between their tokens."""
     frame = routing_drift(
-        noise(seed), profile=profile, domains={d: d % 3 for d in range(DOCUMENTS)}, permutations=2, resamples=10
+        noise(seed), share=share, domains={d: d % 3 for d in range(DOCUMENTS)}, permutations=2, resamples=10
     )
     wide = frame.pivot(index="reader", columns="between", values="divergence")
     assert (wide["tokens"] >= wide["documents"] - 1e-12).all()
@@ -123,6 +123,19 @@ def test_classes_that_decide_the_source_tell_all_of_it():
     assert row["information"] == pytest.approx(np.log2(3), abs=0.05)
     assert row["low"] < row["information"] < row["high"] + 1e-12
     assert row["classes"] == 3
+
+
+def test_the_largest_weight_need_not_be_the_longest_contribution():
+    """An option that is taken and not used: the class decides which write is long, not which weight is large."""
+    kind = np.random.default_rng(0).integers(0, 2, TOKENS)
+    writes = np.ones((TOKENS, 3, 2))
+    writes[:, 1] = np.where(kind, 10, 0.1)[:, None]
+    trace = trace_of(writes, np.array([[1, 0, 0], [1, 0.5, 0], [0.6, 0.5, 0.1]]), samples=SAMPLES)
+    by_weight, by_length = (final(class_information(trace, classes=kind, share=s)) for s in ("weight", "magnitude"))
+    assert by_weight["information"] == by_weight["entropy"] == 0
+    assert by_length["entropy"] == pytest.approx(1, abs=0.01)
+    assert by_length["information"] == pytest.approx(1, abs=0.05)
+    assert class_information(trace, share="magnitude").attrs["share"] == "magnitude"
 
 
 def test_independent_classes_tell_nothing():
@@ -232,8 +245,11 @@ def test_every_kind_of_map_is_measured(name):
 def test_wrong_options_are_named():
     """A silent default, or a KeyError from inside a measure."""
     trace = noise()
-    with pytest.raises(OptionError, match="choose weight or magnitude"):
-        routing_drift(trace, profile="norm")
+    for measure in (routing_drift, class_information):
+        with pytest.raises(OptionError, match="choose magnitude, weight or contribution"):
+            measure(trace, share="norm")
+        with pytest.raises(OptionError, match="no distribution; choose magnitude or weight"):
+            measure(trace, share="contribution")
     with pytest.raises(OptionError, match="one label for each of 600 tokens"):
         class_information(trace, classes=["a"])
     with pytest.raises(TraceError, match="needs the variable 'loss'"):

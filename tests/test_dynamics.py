@@ -128,11 +128,39 @@ def test_unknown_weights_leave_their_tokens_out():
     assert frame["share"].drop("all", level=0).groupby("component").sum().to_numpy() == pytest.approx(1)
 
 
-def test_fixed_weights_are_static_and_one_number_has_no_variance():
-    """Rounding divided by rounding; a reader of equal weights called static or contextual."""
-    found = total(planted(0, context=0), permutations=2)
-    np.testing.assert_allclose(found["r2"], [1, 0, 0, 0, 0, 0], atol=1e-9)
-    assert total(trace_of(np.ones((40, 3, 2)), samples=np.repeat([0, 1], 20)), permutations=2)["r2"].isna().all()
+def rounded(trace, seed=0):
+    """Its weights with a rounding of float64 of their own at every token."""
+    noise = np.random.default_rng(seed).uniform(-1, 1, trace["weight"].shape) * np.finfo(float).eps
+    return trace.assign(weight=trace["weight"] * (1 + noise))
+
+
+EQUAL = trace_of(np.ones((40, 3, 2)), samples=np.repeat([0, 1], 20))
+
+
+@pytest.mark.parametrize("trace", [planted(0, context=0), EQUAL, planted(0, context=0).isel(token=slice(0, LENGTH))])
+@pytest.mark.parametrize("change", [lambda trace: trace, rounded, lambda trace: trace.astype(np.float32)])
+def test_fixed_weights_are_static_whatever_they_are(trace, change):
+    """Rounding divided by rounding: a 1e-16 for uneven weights, NaN for equal ones, an interval for neither."""
+    frame = variance_of_routing(change(trace), permutations=2, resamples=20)
+    static, rest = (part for _, part in frame.groupby(frame["component"] != "static"))
+    assert frame["fixed"].all()
+    assert (static[["r2", "in_sample"]] == 1).all(axis=None)
+    assert (rest[["r2", "in_sample"]] == 0).all(axis=None)
+    assert (rest.loc[rest["component"] != "context", ["null_mean", "null_high"]] == 0).all(axis=None)
+    assert static[["null_mean", "null_high"]].isna().all(axis=None)
+    several = len(np.unique(trace["sample"])) > 1
+    assert static[["low", "high"]].eq(1).all(axis=None) == rest[["low", "high"]].eq(0).all(axis=None) == several
+    assert (staticness(change(trace))["staticness"] == 1).all()
+
+
+def test_one_fixed_reader_does_not_make_the_rest_fixed():
+    """A flag of the whole taken from one reader: the first, whose one weight is given."""
+    trace = planted(0, token=1)
+    trace = trace.assign(weight=trace["weight"].where(trace["reader"] != "0.attn", 1.0))
+    frame = variance_of_routing(trace, permutations=2, resamples=20).set_index(["reader", "component"])
+    assert frame["fixed"].groupby("reader", sort=False).first().tolist() == [True, False, False, False, False, False]
+    assert frame.loc[("0.attn", "static"), ["r2", "share"]].tolist() == [1, pytest.approx(0, abs=1e-20)]
+    assert frame.loc[("all", "token"), "r2"] > 0.1
 
 
 def test_one_document_has_no_held_out_value():

@@ -10,6 +10,7 @@ from scipy.stats import spearmanr
 from test_families import PROMPTS, built
 from tiny import TINY
 
+import resinspect as ri
 from resinspect.errors import CaptureError, OptionError
 from resinspect.interventions import routing_vs_causal, skip_effects
 from resinspect.interventions.agreement import spearman
@@ -54,6 +55,29 @@ def test_agreement_follows_from_the_table_of_edges():
     final = edges[edges["reader"] == "final"]
     frozen, recomputed = (final.loc[final["downstream"] == mode, "kl"] for mode in ("frozen", "recomputed"))
     np.testing.assert_allclose(frozen, recomputed, rtol=1e-6)  # nothing is downstream of the readout
+
+
+def test_edges_ranked_by_weight():
+    """``|W|`` over its sum, or a signed W, or an option that changes the other columns."""
+    model = random_model("hyper_connections_static")
+    options = {"downstream": ("recomputed",), "edges": 30, "resamples": 10}
+    edges, agreement = routing_vs_causal(model, prompts_for(model), share=("weight", "contribution"), **options)
+    usual, _ = routing_vs_causal(model, prompts_for(model), **options)
+    weight = ri.capture(model, prompts_for(model))["weight"].mean("token")
+    expected = [abs(float(weight.sel(reader=e.reader, source=e.source))) for e in edges.itertuples()]
+    np.testing.assert_allclose(edges["absolute_weight"], expected)
+    assert (weight < 0).any()
+    assert "magnitude_share" not in edges
+    assert "absolute_weight" not in usual
+    np.testing.assert_allclose(edges["contribution_share"], usual["contribution_share"])
+    row = agreement.query("share == 'absolute_weight' and effect == 'kl' and reader == 'all'")
+    assert row["rho"].item() == pytest.approx(spearmanr(edges["absolute_weight"], edges["kl"]).statistic)
+    plain = random_model("pre_ln")
+    _, agreement = routing_vs_causal(plain, prompts_for(plain), share=["weight"], **options)
+    assert agreement["rho"].isna().all()  # equal weights rank nothing
+    for wrong in ("weight", [], ["norm"]):
+        with pytest.raises(OptionError, match="choose one or more of contribution, magnitude, weight"):
+            routing_vs_causal(model, prompts_for(model), share=wrong)
 
 
 def test_an_unread_edge_has_neither_share_nor_effect():

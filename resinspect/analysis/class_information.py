@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from resinspect.analysis.inputs import reach, weights
+from resinspect.analysis.inputs import reach
+from resinspect.analysis.profiles import Share, unsigned
 from resinspect.analysis.resampling import bootstrap, percentiles
 from resinspect.analysis.summary import LEVEL, RESAMPLES
 from resinspect.analysis.tokens import label_tokens, shuffles, token_classes
@@ -16,6 +17,7 @@ from resinspect.errors import OptionError
 def class_information(
     trace: xr.Dataset,
     *,
+    share: Share = "weight",
     classes: Sequence[str] | xr.DataArray | None = None,
     drop_first: int = 0,
     permutations: int = 50,
@@ -23,7 +25,7 @@ def class_information(
     level: float = LEVEL,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Mutual information of the source with the largest ``|W|`` and the class of the token, corrected by shuffling.
+    """Mutual information of the source with the largest share and the class of the token, corrected by shuffling.
 
     ``I(A; C) = H(A) + H(C) - H(A, C)`` in bits from the counts over all tokens, less its mean when the classes are
     shuffled within documents. The null keeps how often each class and each source is in each document, so what remains
@@ -31,7 +33,9 @@ def class_information(
     ``H(A)``; 0 in expectation where the two are independent, and 0 where a reader always reads one source most.
 
     Args:
-        trace: Any.
+        trace: With what the share needs.
+        share: ``"weight"`` (the largest ``|W|``) or ``"magnitude"`` (the longest contribution), as in
+            ``reading_profile``.
         classes: One label for each token of the trace; by default ``token_classes(trace)``.
         drop_first: Leading tokens of every document to leave out.
         permutations: Of the null.
@@ -42,18 +46,19 @@ def class_information(
     Returns:
         One row for each reader: ``information`` (corrected), ``low``, ``high``, ``plug_in``, ``null_mean``,
         ``null_high`` (these three uncorrected), ``entropy`` (of the source), ``classes``, ``tokens``, ``documents``,
-        ``types``. ``all`` is the mean over readers with several sources. A token with an unknown weight is left out for
+        ``types``. ``all`` is the mean over readers with several sources. A token with an unknown share is left out for
         that reader.
 
     Raises:
-        OptionError: If there is not one class for each token.
+        TraceError: If a variable is missing.
+        OptionError: If there is no such share, it is signed, or there is not one class for each token.
     """
     given = token_classes(trace).values if classes is None else np.asarray(classes)
     if given.shape != (trace.sizes["token"],):
         raise OptionError(f"classes has shape {given.shape}; give one label for each of {trace.sizes['token']} tokens.")
     labels = label_tokens(trace, drop_first=drop_first)
     names, kind = np.unique(given[labels.kept].astype(str), return_inverse=True)
-    tables = _Tables(np.abs(weights(trace)[labels.kept]), reach(trace), len(names))
+    tables = _Tables(unsigned(trace, share)[labels.kept], reach(trace), len(names))
     several = reach(trace).sum(1) > 1
     picks = bootstrap(labels.documents, resamples, seed)
     counts = tables.counts(kind, labels.document, labels.documents)
@@ -79,7 +84,8 @@ def class_information(
     }
     tokens = tables.known.sum(0)
     frame = pd.DataFrame({**columns, **labels.counts(), "tokens": np.append(tokens, tokens.max())})
-    frame.attrs = {"measure": "class_information", "units": "bit", "drop_first": drop_first, "level": level}
+    frame.attrs = {"measure": "class_information", "units": "bit", "share": share}
+    frame.attrs |= {"drop_first": drop_first, "level": level}
     return frame
 
 

@@ -1,9 +1,8 @@
-"""Dilution: how much of what a reader gets comes from each write, and how fast writes fade with depth."""
+"""Dilution: how much of what a reader gets comes from each write, and how much each write adds."""
 
 from typing import Literal
 
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 from resinspect.analysis.inputs import (
@@ -15,8 +14,6 @@ from resinspect.analysis.inputs import (
     require,
     write_products,
 )
-from resinspect.analysis.resampling import bootstrap, percentiles
-from resinspect.analysis.summary import by_document
 from resinspect.errors import OptionError
 
 READ = ("token", "reader", "source")
@@ -106,71 +103,15 @@ def dilution_index(trace: xr.Dataset) -> xr.DataArray:
     return labelled(trace, index, ("token",), "dilution_index", attrs)
 
 
-def write_persistence(trace: xr.Dataset) -> xr.DataArray:
-    """Share of a write in later readers as a function of distance, averaged over all pairs at that distance.
-
-    Args:
-        trace: With what ``contribution_share`` needs.
-
-    Returns:
-        ``(token, distance)`` of contribution shares; distance 1 is the first reader after the write, counted in
-        sources. The embedding is left out: it is no sublayer's write.
-    """
-    share, distance = contribution_share(trace).values, _distances(trace)
-    steps = np.unique(distance[distance > 0])
-    values = [np.nanmean(share[:, distance == step], axis=1) for step in steps]
-    coords = {name: trace.coords[name] for name in trace.coords if trace.coords[name].dims == ("token",)}
-    attrs = {"long_name": "share of a write in a reader at that distance", "units": "1"}
-    return xr.DataArray(
-        np.stack(values, axis=1) if values else np.empty((trace.sizes["token"], 0)),
-        {**coords, "distance": ("distance", steps, {"long_name": "distance", "units": "sources"})},
-        ("token", "distance"),
-        "write_persistence",
-        attrs,
-    )
-
-
-def persistence_fit(
-    trace: xr.Dataset, *, drop_first: int = 0, resamples: int = 1000, level: float = 0.95, seed: int = 0
-) -> pd.DataFrame:
-    """Two numbers for how writes fade, each with a bootstrap interval over documents.
-
-    ``half_life``: distance at which the mean share of a write has fallen to half of that at distance 1, by linear
-    interpolation; infinite if it never does. ``exponent``: slope b of ``log |mean share| = a_s + b log n_r`` over
-    sources s and readers r, n_r the number of sources a reader has: the essay's claim that each contribution is
-    diluted to ``1 / T`` is b = -1, which equal orthogonal writes give; 0 is no dilution.
-
-    Args:
-        trace: With what ``contribution_share`` needs.
-        drop_first: Leading tokens of every document to leave out.
-        resamples: Bootstrap resamples.
-        level: Of the intervals.
-        seed: Of the resampling.
-
-    Returns:
-        Rows ``half_life`` and ``exponent`` with ``value``, ``low``, ``high``, ``null``, ``tokens``, ``documents``.
-    """
-    share, distance = contribution_share(trace).values, _distances(trace)
-    kept = trace.coords["position"].values >= drop_first
-    pairs = distance > 0
-    sums, counts = by_document(share[kept][:, pairs], trace.coords["sample"].values[kept])
-    steps, available = distance[pairs], np.broadcast_to(reach(trace).sum(-1)[:, None], pairs.shape)[pairs]
-    source = np.broadcast_to(np.arange(pairs.shape[1]), pairs.shape)[pairs]
-    picks = bootstrap(len(sums), resamples, seed)
-    means = (picks @ sums) / np.maximum(picks @ counts, 1)
-    found = {
-        "half_life": (np.array([_half_life(row, steps) for row in means]), np.inf),
-        "exponent": (_slopes(means, source, available), -1.0),
-    }
-    rows = []
-    for name, (values, null) in found.items():
-        low, high = percentiles(values, len(sums), level)
-        rows.append((name, values[0], low, high, null, int(kept.sum()), len(sums)))
-    return pd.DataFrame(rows, columns=["quantity", "value", "low", "high", "null", "tokens", "documents"])
-
-
 def update_ratio(trace: xr.Dataset) -> xr.DataArray:
     """Length of a sublayer's write over that of what it read: ``|v_s| / |h_r|`` (Csordas et al. 2025, section 3).
+
+    ``|h_r|`` is the length of the input itself, before the sublayer's own norm. Only in a plain residual is that also
+    what the write is added to. Where inputs are scaled, their length says little, as the sublayer's norm takes it out:
+    depth attention reads a convex mix of writes, never longer than the longest of them; hyper-connections read a
+    weighted sum of streams (``pre``), add to each stream with ``post``, and a common factor of ``pre`` changes the
+    ratio and nothing else (short of the norm's eps). There the ratio compares what went in with what came out, and is
+    not to be compared with that of another scheme.
 
     Args:
         trace: Any.
@@ -206,35 +147,6 @@ def write_alignment(trace: xr.Dataset) -> xr.DataArray:
 def _own(trace: xr.Dataset) -> tuple[np.ndarray, np.ndarray]:
     pairs = own_writes(trace)
     return np.array([r for r, _ in pairs], dtype=int), np.array([s for _, s in pairs], dtype=int)
-
-
-def _distances(trace: xr.Dataset) -> np.ndarray:
-    """``(reader, source)``: 1 for a reader's newest source, rising into the past; 0 for none, and for the embedding."""
-    newest = trace.coords["reader_prefix"].values[:, None]
-    distance = np.where(reach(trace), newest - np.arange(trace.sizes["source"]), 0)
-    return np.where(trace.coords["source_kind"].values == "embed", 0, distance)
-
-
-def _half_life(share: np.ndarray, distance: np.ndarray) -> float:
-    steps = np.unique(distance)
-    curve = np.array([share[distance == step].mean() for step in steps])
-    below = np.flatnonzero(curve <= curve[0] / 2)
-    if curve[0] <= 0 or not below.size:
-        return np.inf
-    i = below[0]
-    return float(np.interp(curve[0] / 2, [curve[i], curve[i - 1]], [steps[i], steps[i - 1]]))
-
-
-def _slopes(share: np.ndarray, source: np.ndarray, available: np.ndarray) -> np.ndarray:
-    """Slope of log share on log sources for each row, with an intercept for each source."""
-    with np.errstate(divide="ignore"):
-        y = np.log(np.abs(share))
-    x = np.log(available)
-    used = np.isfinite(y).all(0)
-    dummies = (source[used, None] == np.unique(source[used])).astype(float)
-    centre = dummies @ np.diag(1 / dummies.sum(0)) @ dummies.T if used.any() else np.zeros((0, 0))
-    dx = x[used] - centre @ x[used]
-    return (y[:, used] - y[:, used] @ centre) @ dx / (dx @ dx) if dx.any() else np.full(len(share), np.nan)
 
 
 def _over(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:

@@ -2,24 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from resinspect.analysis.dilution import magnitude_share
-from resinspect.analysis.inputs import reach, weights
+from resinspect.analysis.inputs import reach
+from resinspect.analysis.profiles import Share, unsigned
 from resinspect.analysis.resampling import bootstrap, percentiles
 from resinspect.analysis.summary import LEVEL, RESAMPLES
 from resinspect.analysis.tokens import indicator, label_tokens, shuffles
-from resinspect.errors import OptionError
 
 
 def routing_drift(
     trace: xr.Dataset,
     *,
-    profile: Literal["weight", "magnitude"] = "weight",
+    share: Share = "weight",
     domains: Mapping[int, str] | None = None,
     drop_first: int = 0,
     permutations: int = 20,
@@ -35,8 +33,8 @@ def routing_drift(
     domains and tokens documents, so that the three are nested. A scheme of static weights gives 0 by construction.
 
     Args:
-        trace: Any.
-        profile: ``"weight"`` normalises ``|W|`` over sources, ``"magnitude"`` takes ``magnitude_share``.
+        trace: With what the share needs.
+        share: Whose profiles: ``"weight"`` or ``"magnitude"``, as in ``reading_profile``.
         domains: Domain of each document (``sample``).
         drop_first: Leading tokens of every document to leave out.
         permutations: For the null: profiles over documents within position bins; domains over documents.
@@ -49,16 +47,14 @@ def routing_drift(
         of these sizes give by chance, which is above 0: a document is a finite sample; NaN for tokens, whose profiles
         have no sampling error, so that their null is 0), ``share`` (divergence over ``H(mean profile)``, 0 to 1),
         ``groups``, ``tokens``, ``documents``, ``types``. ``all`` is the mean over readers with several sources. A token
-        with an unknown weight is left out for that reader.
+        with an unknown share is left out for that reader.
 
     Raises:
-        OptionError: If an option is not allowed.
+        TraceError: If a variable is missing.
+        OptionError: If there is no such share, or it is signed; if ``domains`` lacks a document.
     """
-    if profile not in ("weight", "magnitude"):
-        raise OptionError(f"profile is {profile!r}; choose weight or magnitude.")
     labels = label_tokens(trace, drop_first=drop_first, domains=domains)
-    sizes = magnitude_share(trace).values if profile == "magnitude" else np.abs(weights(trace))
-    profiles = _Profiles(sizes[labels.kept], reach(trace))
+    profiles = _Profiles(unsigned(trace, share)[labels.kept], reach(trace))
     picks, once = bootstrap(labels.documents, resamples, seed), np.ones((1, labels.documents))
     documents = profiles.sums(labels.document, labels.documents)
     null = [
@@ -95,7 +91,7 @@ def routing_drift(
         tokens = np.append(known, known.max()).astype(np.int64)
         frames.append(pd.DataFrame({**columns, **labels.counts(), "tokens": tokens}))
     frame = pd.concat(frames, ignore_index=True)
-    frame.attrs = {"measure": "routing_drift", "units": "bit", "profile": profile, "drop_first": drop_first}
+    frame.attrs = {"measure": "routing_drift", "units": "bit", "share": share, "drop_first": drop_first}
     return frame
 
 
@@ -139,14 +135,11 @@ class _Sums:
 class _Profiles:
     """Profiles ``(token, pair of reader and source)``, 0 where a reader's is not known."""
 
-    def __init__(self, sizes: np.ndarray, can_read: np.ndarray) -> None:
+    def __init__(self, shares: np.ndarray, can_read: np.ndarray) -> None:
         reader, source = np.nonzero(can_read)
         self.pairs = np.eye(len(can_read))[reader]
-        found = sizes[:, reader, source]
-        total = np.add.reduceat(found, np.searchsorted(reader, np.arange(len(can_read))), axis=1)
-        self.known = (total > 0).astype(np.float64)
-        scale = np.divide(1, total, out=np.zeros_like(total), where=total > 0)
-        self.profile = np.where(self.known[:, reader] > 0, found, 0) * scale[:, reader]
+        self.known = (~np.isnan(shares).any(-1)).astype(np.float64)
+        self.profile = np.where(self.known[:, reader] > 0, shares[:, reader, source], 0)
         self.uncertainty = _entropy(self.profile, self.known, self.pairs)
 
     def sums(self, document: np.ndarray, documents: int) -> _Sums:

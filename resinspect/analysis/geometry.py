@@ -53,7 +53,13 @@ def norm_growth(
     The Curse of Depth (Sun et al. 2025, 2502.05795) bounds the variance of a pre-norm residual between growth linear in
     depth (slope of the log norm on log depth 1/2, half of that of the variance) and exponential growth (straight on
     depth itself): ``r2`` says which line fits the token mean better. The embedding's own norm (depth 0) is left out of
-    the fit to the writes. Softmax depth attention bounds norms by construction; there, no growth is no finding.
+    the fit to the writes.
+
+    ``|h_r|`` is the length of what a reader gets, before its own norm: in a plain residual that of the residual stream.
+    Softmax depth attention reads a convex mix, which is never longer than its longest write (in block form: than the
+    longest sum of a block's writes), so no growth is no finding there; its writes may grow all the same. Readers of
+    hyper-connections get streams weighted by ``pre``: their slope mixes growth of the streams with how ``pre`` changes
+    over depth.
 
     Args:
         trace: Any.

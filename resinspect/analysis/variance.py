@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from resinspect.analysis.entries import blocks, read_values, rounding
+from resinspect.analysis.entries import Block, blocks, read_values, rounding
 from resinspect.analysis.heldout import Parts, held_out_parts
 from resinspect.analysis.resampling import bootstrap, percentiles
 from resinspect.analysis.summary import LEVEL, RESAMPLES
@@ -53,6 +53,10 @@ def variance_of_routing(
     with large, variable weights weigh more, which ``share`` shows. Entries that are NaN for most tokens are left out,
     then the tokens with a NaN in what remains of the reader.
 
+    Where no weight of a reader differs over tokens by more than rounding (``fixed``), there is nothing to explain: as
+    in ``staticness``, ``static`` is 1 by definition and every other part and null 0, also for a reader of one source or
+    of equal weights, and of one document. ``staticness`` says whether the scheme guarantees it.
+
     Args:
         trace: Of two documents at least.
         of: A variable, such as ``"weight"`` or ``"native_mix"``, or a measure such as ``magnitude_share(trace)``; the
@@ -69,8 +73,9 @@ def variance_of_routing(
     Returns:
         Rows reader x component: ``r2``, ``low``, ``high``, ``null_mean``, ``null_high`` (a one-sided bound; NaN where
         no label can be permuted), ``in_sample`` (the same fitted and scored on all documents without shrinkage, which
-        grows with types / tokens and is no evidence), ``share`` (the reader's part of the pooled sum of squares),
-        ``tokens``, ``documents``, ``types``. NaN with one document, and for a reader whose weights are all one number.
+        grows with types / tokens and is no evidence), ``fixed``, ``share`` (the reader's part of the pooled sum of
+        squares; NaN if that is rounding), ``tokens``, ``documents``, ``types``. With one document, ``r2`` is NaN but
+        for fixed weights, and so are all intervals.
 
     Raises:
         OptionError: If an option is out of range, or nothing is known.
@@ -91,27 +96,39 @@ def variance_of_routing(
         raise OptionError(f"{values.name} has no token at which all weights of a reader are known.")
     picks = bootstrap(labels.documents, resamples, seed)
     whole = reduce(add, [parts.total() for _, parts in found])
+    fixed = {reader: _is_fixed(block, g) for block, _ in found for g, reader in enumerate(block.readers)}
     rows = {
-        reader: _rows(parts.of(g), block.labels.counts(), picks, level).assign(share=_part(parts.of(g), whole))
+        reader: _rows(parts.of(g), block.labels.counts(), picks, level, fixed=fixed[reader]).assign(
+            share=_part(parts.of(g), whole)
+        )
         for block, parts in found
         for g, reader in enumerate(block.readers)
     }
     counts = pd.DataFrame([block.labels.counts() for block, _ in found]).max().to_dict()
-    rows["all"] = _rows(whole, counts, picks, level).assign(share=_part(whole, whole))
+    every = _rows(whole, counts, picks, level, fixed=all(fixed.values()))
+    rows["all"] = every.assign(share=_part(whole, whole))
     order = [name for name in (*values.coords[dim].values.astype(str), "all") if name in rows]
     frame = pd.concat([rows[name].assign(**{dim: name}) for name in order], ignore_index=True)
-    counted = ["share", *counts]
+    counted = ["fixed", "share", *counts]
     frame = frame[[dim, *frame.columns.drop([dim, *counted]), *counted]]
     frame.attrs = {"measure": "variance_of_routing", "of": values.name, "drop_first": drop_first, "level": level}
     return frame
 
 
-def _rows(parts: Parts, counts: dict[str, int], picks: np.ndarray, level: float) -> pd.DataFrame:
+def _is_fixed(block: Block, group: int) -> bool:
+    """Whether all weights of a reader are the same for all tokens; ``blocks`` has taken out rounding."""
+    return not np.ptp(block.table[:, block.group == group], axis=0).any()
+
+
+def _rows(parts: Parts, counts: dict[str, int], picks: np.ndarray, level: float, *, fixed: bool) -> pd.DataFrame:
     """One row for each part and one for the rest."""
     base, least = picks @ parts.base, NOTHING * parts.size
     shares = _shares(picks @ parts.gain.T, base[:, None], least)
     fitted = _shares(parts.fitted, parts.fitted_base, least)
     null = _shares(parts.null.T, base[0], least)[:, :-1]
+    if fixed:
+        fitted = np.eye(len(fitted))[0]
+        shares, null = np.tile(fitted, (len(shares), 1)), np.tile(np.where(fitted[:-1], np.nan, 0), (len(null), 1))
     low, high = percentiles(shares, counts["documents"], level)
     columns = {
         "component": [*parts.names, "context"],
@@ -121,6 +138,7 @@ def _rows(parts: Parts, counts: dict[str, int], picks: np.ndarray, level: float)
         "null_mean": [*null.mean(0), np.nan],
         "null_high": [*np.quantile(null, level, axis=0), np.nan],
         "in_sample": fitted,
+        "fixed": fixed,
     }
     return pd.DataFrame({**columns, **counts})
 

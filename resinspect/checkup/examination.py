@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from resinspect.checkup.gates import saturated_gates
 from resinspect.checkup.parameters import sees_the_future, without_effect, without_gradient
 from resinspect.checkup.patient import Patient
-from resinspect.checkup.routing import equal_weights, saturated_gates, softmax_sums, uniform_routing
+from resinspect.checkup.routing import equal_weights, softmax_sums, uniform_routing
 from resinspect.checkup.rows import SEVERITIES, NotApplicable, Row, tokens_of
 from resinspect.checkup.samples import TEXTS, random_ids
 from resinspect.checkup.sources import cumulative_sources, discarded, dominant_source

@@ -1,4 +1,4 @@
-"""Checks of routing weights and gates against what their scheme promises, and against how they start."""
+"""Checks of routing weights against what their scheme promises, and against how they start."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,10 @@ import numpy as np
 from resinspect.analysis.inputs import weights
 from resinspect.checkup.patient import Patient
 from resinspect.checkup.rows import NotApplicable, Row, listed, tokens_of
-from resinspect.checkup.schemes import GATES, SOFTMAX, softmaxes
+from resinspect.checkup.schemes import SOFTMAX, softmaxes
 from resinspect.trace import EPS
 
 UNIFORM = 1e-3
-SATURATED = 1e-3
 
 
 def uniform_routing(patient: Patient) -> Iterator[Row]:
@@ -125,78 +124,3 @@ def softmax_sums(patient: Patient) -> Iterator[Row]:
         limit,
         "These reads are no averages: the weights were changed after the softmax, or are not those of the scheme.",
     )
-
-
-def saturated_gates(patient: Patient) -> Iterator[Row]:
-    """Gates at one end of a sigmoid, tanh or softmax on all tokens, where they pass hardly any gradient.
-
-    Value: the largest distance from that end over tokens, as a share of the range. Threshold: 0.001 on all tokens, all
-    at the same end: the slope is then below 1/250 of that in the middle (a logit beyond 6.9). For a softmax over depth:
-    one slot has at least 0.999 on all tokens. That a gate is closed may be what was learned; that it hardly can open
-    again is what the slope says.
-    """
-    found, count, nearest = [], 0, (np.inf, "")
-    for place, far in _gates(patient):
-        count += far.size
-        nearest = min(nearest, (float(far.min()), place))
-        found += [f"{place}[{i}]" if far.size > 1 else place for i in np.flatnonzero(far < SATURATED)]
-    if not count:
-        raise NotApplicable("no gate is known at more than one slot")
-    evidence = f"{len(found)} of {count} gates; nearest to its end is {nearest[1]}, within {nearest[0]:.2g}"
-    evidence, tokens = f"{evidence}; {tokens_of(patient.trace)}", patient.trace.sizes["token"]
-    limit = f"within {SATURATED} of one end on all tokens"
-    if not found:
-        yield Row("ok", evidence, "", nearest[0], tokens, limit)
-        return
-    yield Row(
-        "finding",
-        evidence,
-        listed(found, of=count, what="gates"),
-        nearest[0],
-        tokens,
-        limit,
-        "These gates are fixed for all tokens and hardly pass a gradient, so training hardly moves them.",
-    )
-
-
-def _gates(patient: Patient) -> Iterator[tuple[str, np.ndarray]]:
-    """Every group of gates: where, and for each gate its largest distance over tokens from the nearer end."""
-    if patient.scheme in SOFTMAX:
-        for place, alpha in softmaxes(patient):
-            if alpha.shape[1] > 1 and len(alpha):
-                # One gate per softmax: the most that its largest slot leaves to the others.
-                yield f"softmax {place}", (1 - alpha).max(0).min(keepdims=True)
-    elif patient.scheme == ("reference", "hyper_connections"):
-        yield from _tanh_of_hyper_connections(patient)
-    elif patient.scheme not in GATES:
-        raise NotApplicable(f"no gate between two ends is known of scheme {patient.scheme[1]!r}")
-    for name, (low, high) in GATES.get(patient.scheme, {}).items():
-        if f"native_{name}" in patient.trace or patient.scheme not in SOFTMAX:
-            values = (patient.native(name) - low) / (high - low)
-            yield from _by_site(patient, name, values)
-
-
-def _by_site(patient: Patient, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    flat = values.reshape(*values.shape[:2], -1)
-    for site, place in enumerate(patient.sites):
-        known = flat[:, site][:, ~np.isnan(flat[:, site]).all(0)]
-        known = known[~np.isnan(known).any(1)]
-        if known.size:
-            yield f"{place} {name}", np.minimum(known.max(0), (1 - known).max(0))
-
-
-def _tanh_of_hyper_connections(patient: Patient) -> Iterator[tuple[str, np.ndarray]]:
-    """The dynamic part of the reference model's hyper-connections: (native - static) / scale, between -1 and 1."""
-    patient.need_model()
-    connection = patient.model.connection
-    if not connection.dynamic:
-        raise NotApplicable("these hyper-connections are static: no gate")
-    for name, scale in (("pre", "alpha"), ("post", "beta"), ("mix", "alpha")):
-        static = getattr(connection, name).detach().double().cpu()
-        static = (static.mT if name == "mix" else static).numpy()
-        factor = getattr(connection, f"scale_{scale}").detach().double().cpu().numpy()
-        factor = np.where(factor == 0, np.nan, factor).reshape(-1, *[1] * (static.ndim - 1))
-        native = patient.native(name)
-        full = np.full_like(native, np.nan)
-        full[:, : len(static)] = ((native[:, : len(static)] - static) / factor + 1) / 2
-        yield from _by_site(patient, f"tanh {name}", full)

@@ -24,7 +24,9 @@ GATES: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
     ("glm5_next", "mhc"): {"pre": (0, 1), "post": (0, 2)},
     ("hy_v4", "ihc"): {"pre": (0, 1)},
     ("hyper_connections_modules", "mhc"): {"pre": (0, 1), "post": (0, 2)},
-    ("qwen4_exp", "gated_streams"): {"post": (0, 2)},
+    ("qwen4_exp", "gated_streams"): {"gate": (0, 1), "post": (0, 2)},
+    ("open_attnres", "state_attention_full"): {"gate": (0, 1)},
+    ("open_attnres", "state_attention_block"): {"gate": (0, 1)},
     ("inkling2_loop", "looped_block_attention_residuals"): {
         **{f"keep_{name}": (0, 2) for name in ("q", "k", "v", "mlp")},
         **{f"take_{name}": (-1, 1) for name in ("q", "k", "v", "mlp")},

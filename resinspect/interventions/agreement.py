@@ -1,4 +1,4 @@
-"""Is a routing weight a causal effect? Rank agreement between contribution shares and what ablating an edge does."""
+"""Is a routing weight a causal effect? Rank agreement of weights and shares with what ablating an edge does."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from resinspect.analysis.dilution import contribution_share, magnitude_share
+from resinspect.analysis.inputs import labelled, reach, weights
+from resinspect.analysis.profiles import Share
 from resinspect.analysis.summary import LEVEL, RESAMPLES, by_document, draws, summarise
 from resinspect.anatomy import Anatomy
 from resinspect.errors import OptionError
@@ -20,8 +22,17 @@ from resinspect.interventions.edits import ablate_edge
 from resinspect.interventions.effects import MEASURES, measure
 from resinspect.interventions.session import DOWNSTREAM, Downstream, session
 
-SHARES = {"contribution_share": contribution_share, "magnitude_share": magnitude_share}
 Edge = tuple[int, int]
+
+
+def absolute_weight(trace: xr.Dataset) -> xr.DataArray:
+    """``|W|`` itself ``(token, reader, source)``, not divided by the sum over sources; NaN beyond them."""
+    values = np.where(reach(trace), np.abs(weights(trace)), np.nan)
+    attrs = {"long_name": "absolute routing weight", "units": "1"}
+    return labelled(trace, values, ("token", "reader", "source"), "absolute_weight", attrs)
+
+
+SHARES = {"contribution": contribution_share, "magnitude": magnitude_share, "weight": absolute_weight}
 
 
 class RoutingVsCausal(NamedTuple):
@@ -41,6 +52,7 @@ def routing_vs_causal(
     model: nn.Module,
     prompts: Prompts,
     *,
+    share: Sequence[Share] = ("contribution", "magnitude"),
     downstream: Sequence[Downstream] = DOWNSTREAM,
     edges: int | None = None,
     seed: int = 0,
@@ -54,13 +66,16 @@ def routing_vs_causal(
     """Rank agreement between how much a reader gets from a source and how much predictions depend on it.
 
     Every edge (source to reader) is ablated on its own. Its share is the mean over tokens of ``contribution_share``
-    (signed) or ``magnitude_share`` in the clean run; its effect the mean ``loss_change`` or ``kl``. Spearman's rho is
-    taken over the edges of each reader, and over all. The interval resamples documents, shares and effects together;
+    (signed), ``magnitude_share`` or ``absolute_weight`` (``|W|`` itself: the routing mass of an edge, whatever the
+    length of the write) in the clean run; its effect the mean ``loss_change`` or ``kl``. Spearman's rho is taken over
+    the edges of each reader, and over all: there, ``|W|`` also compares readers that weigh their sources differently.
+    The interval resamples documents, shares and effects together;
     resampling adds noise to both rankings, so it leans towards smaller values than rho itself.
 
     Args:
         model: A model of a known family.
         prompts: As for ``capture``.
+        share: What to rank edges by, one or more of ``"contribution"``, ``"magnitude"``, ``"weight"``.
         downstream: Modes to run, as for ``intervene``.
         edges: Ablate only so many, drawn at random; None for all. Each takes one forward pass per mode.
         seed: Of that draw, and of the bootstrap.
@@ -76,14 +91,17 @@ def routing_vs_causal(
 
     Raises:
         CaptureError: If a reader cannot be edited.
-        OptionError: If ``edges`` is below 3.
+        OptionError: If ``edges`` is below 3, or there is no such share.
     """
+    if not share or any(name not in SHARES for name in share):
+        raise OptionError(f"share is {share!r}; choose one or more of {', '.join(SHARES)}, as a list.")
     given = session(model, prompts, tokenizer=tokenizer, batch_size=batch_size, truncate=truncate)
     chosen = _chosen(given.layout.anatomy, edges, seed)
     trace = capture(
         model, prompts, tokenizer=tokenizer, batch_size=batch_size, truncate=truncate, keep=("cross",), method="replay"
     )
-    shares = {name: _of_edges(share(trace), chosen) for name, share in SHARES.items()}
+    ranked = [SHARES[name](trace) for name in dict.fromkeys(share)]
+    shares = {str(values.name): _of_edges(values, chosen) for values in ranked}
     edits = [ablate_edge(*_named(given.layout.anatomy, edge)) for edge in chosen]
     options = {"drop_first": drop_first, "resamples": resamples, "level": level, "seed": seed}
     tables, agreement = [], []
