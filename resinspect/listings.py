@@ -3,7 +3,7 @@
 import json
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
 from rich.markup import escape
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HEADLINES = ("measure", "value", "95 % interval", "null", "docs")
 HEADLINE_CAPTION = (
     "Values are means over tokens; intervals are bootstraps over documents; null is the value without the effect, or "
-    "the upper end of what permutations give. Definitions: the docstring of the function of that name."
+    "what permutations give. Definitions: the docstring of the function of that name."
 )
 
 
@@ -66,10 +66,18 @@ def headline_table(rows: "pd.DataFrame") -> Table:
             table.add_row(escape(row.measure))
         shown = row.measure
         interval = "no interval" if isnan(row.low) else f"{row.low:.3f} to {row.high:.3f}"
-        null = "" if isnan(row.null) else f"{row.null:.3f}"
         name = f"  {row.of}" if row.of else row.measure
-        table.add_row(*map(escape, (name, f"{row.value:.3f}", interval, null, f"{row.documents:.0f}")))
+        table.add_row(*map(escape, (name, f"{row.value:.3f}", interval, _null(row), f"{row.documents:.0f}")))
     return table
+
+
+def _null(row: Any) -> str:
+    """One value, a band, or the upper end of what permutations give."""
+    if isnan(row.null_high):
+        return ""
+    if isnan(row.null_low):
+        return f"to {row.null_high:.3f}"
+    return f"{row.null_high:.3f}" if row.null_low == row.null_high else f"{row.null_low:.3f} to {row.null_high:.3f}"
 
 
 def inspection_table(model: str, *, trust_remote_code: bool) -> Table:

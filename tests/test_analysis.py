@@ -9,6 +9,7 @@ from cases import NAMED, build, prompts_for
 
 import resinspect as ri
 from resinspect.analysis.table import MEASURES, headlines, measure
+from resinspect.errors import OptionError, TraceError
 
 
 def test_every_measure_is_public_and_documented():
@@ -42,6 +43,62 @@ def test_one_document_has_numbers_but_no_interval():
     assert len(rows) > 5
     assert rows["value"].notna().all()
     assert rows["low"].isna().all()
+
+
+def test_dropped_tokens_are_dropped_from_every_measure():
+    """An option that some measures obey and others ignore, in one table of results."""
+    model = build(NAMED["hyper_connections"], "random")
+    trace = ri.capture(model, prompts_for(model), keep=("gram", "cross", "natives", "hidden", "lens", "attribution"))
+    tables, _ = ri.analyze(trace, drop_first=2)
+    whole, _ = ri.analyze(trace)
+    kept = int((trace["position"] >= 2).sum())
+    for name, table in tables.items():
+        assert "tokens" not in table or table["tokens"].max() <= kept, name
+        numbers = table.select_dtypes("number")
+        same = numbers.equals(whole[name].select_dtypes("number"))
+        # What is the same for all tokens, or has no row.
+        assert not same or not len(table) or name in ("profile_clusters",), name
+    with pytest.raises(OptionError, match="drop_first is 99"):
+        ri.analyze(trace, drop_first=99)
+
+
+def test_a_trace_without_values_leaves_measures_out():
+    """One measure that has nothing to work on, and all the others lost with it."""
+    trace = trace_of(orthonormal(12, 5), samples=np.repeat(np.arange(3), 4), hidden=True)
+    trace = trace.assign(weight=trace["weight"] * np.nan)
+    tables, left_out = ri.analyze(trace)
+    assert {"variance_of_routing", "staticness"} <= left_out.keys()
+    assert "residual_norms" in tables
+    broken = trace_of(orthonormal(12, 5), samples=np.repeat(np.arange(3), 4), hidden=True)
+    broken["source_hidden"][3, 2] = np.nan
+    clean = ri.collective_rank(broken.isel(token=np.arange(12) != 3))
+    found = ri.collective_rank(broken)
+    assert np.isfinite(found["entropy"]).all()
+    np.testing.assert_allclose(found["entropy"][2], clean["entropy"][2])
+
+
+@pytest.mark.parametrize("name", ["reader_cosine", "block_influence", "write_alignment"])
+def test_measures_of_whole_inputs_refuse_a_part_of_them(name):
+    """Inputs added up from the sources that are left, and divided by the length of the whole."""
+    trace = trace_of(orthonormal(6, 5))
+    part = ri.select(trace, sources=["embed", "0.attn"])
+    with pytest.raises(TraceError, match=r"some of those of '0\.mlp' were left out|some of those of '1\.attn'"):
+        measure(name)(part)
+    assert np.isfinite(measure(name)(ri.select(trace, readers=["0.attn", "0.mlp", "1.attn"])).values).all()
+
+
+def test_the_null_beside_a_value_is_of_that_value():
+    """A corrected number beside an uncorrected bound, or one side of a band that has two."""
+    model = build(NAMED["attnres"], "random")
+    tables, _ = ri.analyze(ri.capture(model, prompts_for(model)))
+    rows = headlines(tables).set_index("measure")
+    table = tables["class_information"].query("reader == 'all'").iloc[0]
+    assert table["information"] == pytest.approx(table["plug_in"] - table["null_mean"])
+    assert rows.loc["class_information", "null_high"] == table["null_high"] < table["plug_in"] + table["null_high"]
+    assert np.isnan(rows.loc["class_information", "null_low"])
+    both = rows.loc[["routing_and_loss"]]
+    assert (both["null_low"] < both["null_high"]).all()
+    assert rows.loc["dilution_index", "null_low"] == rows.loc["dilution_index", "null_high"] == 1
 
 
 def test_documents_and_tokens_are_counted_in_every_table():

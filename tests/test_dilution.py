@@ -6,6 +6,7 @@ from analysis_cases import orthonormal, trace_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import resinspect as ri
 from resinspect.analysis.dilution import (
     contribution_share,
     dilution_index,
@@ -154,6 +155,26 @@ def test_update_ratio_and_alignment_of_known_vectors():
     np.testing.assert_allclose(update_ratio(trace).values, [[0.5, 3.0]])
     np.testing.assert_allclose(write_alignment(trace).values, [[-1.0, 0.0]])
     assert update_ratio(trace)["reader"].values.tolist() == ["0.attn", "0.mlp"]
+    layer = update_ratio(trace, of="layer")
+    np.testing.assert_allclose(layer.values, [[np.hypot(1, 3) / 2]])
+    assert layer["reader"].values.tolist() == ["0.attn"]
+
+
+def test_layers_are_told_apart():
+    """Writes of another layer, or the embedding, in a layer's update."""
+    layer = update_ratio(trace_of(orthonormal(5, 7)), of="layer")
+    np.testing.assert_allclose(layer.values, np.sqrt(2 / np.array([[1, 3, 5]] * 5)))
+    with pytest.raises(OptionError, match="choose sublayer or layer"):
+        update_ratio(trace_of(orthonormal(5, 7)), of="block")
+
+
+def test_nothing_read_is_no_number_of_sources():
+    """1 or infinity sources for a reader all of whose sources were left out."""
+    trace = ri.select(trace_of(orthonormal(5, 5)), sources=["1.attn", "1.mlp"])
+    for definition in ("participation", "entropy"):
+        values = effective_sources(trace, definition=definition).sel(reader=["0.attn", "1.mlp"]).values
+        assert np.isnan(values[:, 0]).all()
+        np.testing.assert_allclose(values[:, 1], 1)
 
 
 @settings(max_examples=25, deadline=None)

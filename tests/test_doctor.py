@@ -200,6 +200,12 @@ def test_gates_at_their_ends_on_all_tokens():
     assert rows(closed, "saturated gates")[0].where == "0.attn post[1], 0.mlp post[1]"
     one_hot = attended([ROUTED[0], ROUTED[1], [0.0004, 0.9995, 0.0001]])
     assert rows(one_hot, "saturated gates")[0].where == "softmax final"
+    # Another slot at every other token, and no gradient at any.
+    one_hot["native_alpha"] = one_hot["native_alpha"].copy(data=one_hot["native_alpha"].values.copy())
+    one_hot["native_alpha"].values[::2, 2] = [0.9999, 0.0001, 0]
+    assert rows(one_hot, "saturated gates")[0].where == "softmax final"
+    few = one_hot.isel(token=slice(0, 19))
+    assert said(few, "saturated gates") == ["not applicable"]
     assert said(attended(ROUTED), "saturated gates") == ["ok"]
 
 

@@ -331,6 +331,25 @@ def test_reference_models_name_their_routing():
     assert find_layout(built("pre_ln")).routing == ()
 
 
+@pytest.mark.parametrize("name", [n for n in HEALTHY if n != "mhc"])
+def test_two_tokens_are_no_evidence_against_a_gate(name):
+    """A healthy checkpoint blamed because its gates are shut on a prompt of two tokens."""
+    model, _ = ri.load(name)
+    assert "saturated gates" not in findings(doctor(model, [[5, 9]]))
+
+
+def test_a_shut_gate_of_delta_learning_is_found():
+    """A sublayer that writes nothing because its strength is 0, overlooked in the view whose W is one scalar."""
+    model, tokenizer = ri.load("ddl")
+    with torch.no_grad():
+        model.connection.beta_bias[2] = -30
+        model.connection.beta[2] = 0
+    report = doctor(model, tokenizer=tokenizer)
+    assert "saturated gates" in findings(report)
+    row = report.query("check == 'saturated gates'").iloc[0]
+    assert "1.attn beta" in row["where"]
+
+
 def test_what_cannot_be_examined_is_an_error():
     """A model of no known family that passes for healthy."""
     with pytest.raises(CaptureError, match="belongs to no known family"):

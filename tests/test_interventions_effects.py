@@ -104,6 +104,10 @@ def test_a_sample_of_edges_is_a_part_of_all_of_them():
     np.testing.assert_allclose(both["contribution_share_x"], both["contribution_share_y"])
     with pytest.raises(OptionError, match="at least 3"):
         routing_vs_causal(model, prompts, edges=2)
+    with pytest.raises(OptionError, match="downstream is 'frosen'; choose one or both of"):
+        routing_vs_causal(model, prompts, downstream="frosen")
+    alone, _ = routing_vs_causal(model, prompts, downstream="recomputed", edges=8, resamples=10)
+    assert alone.equals(some)
 
 
 def test_a_document_alone_has_no_interval():

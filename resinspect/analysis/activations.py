@@ -132,7 +132,9 @@ def _moments(vectors: xr.DataArray, kept: np.ndarray, group: np.ndarray, unit: b
             here = member[start : start + _CHUNK]
             values = part[start : start + _CHUNK].values.astype(np.float64)
             for g in np.unique(here[here >= 0]):
-                sums[:, g] += _moment(values[here == g], unit)
+                # A vector with a NaN or an infinity in it says nothing about directions.
+                mine = np.where(np.isfinite(values).all(-1, keepdims=True), values, np.nan)[here == g]
+                sums[:, g] += _moment(mine, unit)
         yield from sums
 
 
@@ -140,7 +142,8 @@ def _moment(values: np.ndarray, unit: bool) -> np.ndarray:
     if unit:
         norm = np.linalg.norm(values, axis=-1, keepdims=True)
         values = np.divide(values, norm, out=np.zeros_like(values), where=norm > 0)
-    extended = np.concatenate([values, np.ones((*values.shape[:2], 1))], axis=-1).swapaxes(0, 1)
+    known = ~np.isnan(values[..., :1])
+    extended = np.concatenate([np.nan_to_num(values), known], axis=-1).swapaxes(0, 1)
     return extended.swapaxes(1, 2) @ extended
 
 

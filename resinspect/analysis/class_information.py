@@ -44,10 +44,10 @@ def class_information(
         seed: Of permutations and resamples.
 
     Returns:
-        One row for each reader: ``information`` (corrected), ``low``, ``high``, ``plug_in``, ``null_mean``,
-        ``null_high`` (these three uncorrected), ``entropy`` (of the source), ``classes``, ``tokens``, ``documents``,
-        ``types``. ``all`` is the mean over readers with several sources. A token with an unknown share is left out for
-        that reader.
+        One row for each reader: ``information`` (corrected), ``low``, ``high``, ``null_high`` (the upper end of what
+        shuffles give, corrected alike), ``plug_in`` and ``null_mean`` (both uncorrected), ``entropy`` (of the source),
+        ``classes``, ``tokens``, ``documents``, ``types``. ``all`` is the mean over readers with several sources. A
+        token with an unknown share is left out for that reader.
 
     Raises:
         TraceError: If a variable is missing.
@@ -78,7 +78,7 @@ def class_information(
         "high": high,
         "plug_in": values[0],
         "null_mean": null.mean(0),
-        "null_high": np.quantile(null, level, axis=0),
+        "null_high": np.quantile(null, level, axis=0) - null.mean(0),
         "entropy": [*entropy, entropy[several].mean()],
         "classes": len(names),
     }

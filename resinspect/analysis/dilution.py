@@ -65,18 +65,20 @@ def effective_sources(
         definition: ``"participation"`` is ``1 / sum m^2``, ``"entropy"`` is ``exp(-sum m log m)``.
 
     Returns:
-        ``(token, reader)``, in sources: 1 if one source is all, n for n equal ones (the null value).
+        ``(token, reader)``, in sources: 1 if one source is all, n for n equal ones (the null value). NaN where nothing
+        is read.
 
     Raises:
         OptionError: If there is no such definition.
     """
     share = magnitude_share(trace).values
     if definition == "participation":
-        number = 1 / np.where(reach(trace), share**2, 0.0).sum(-1)
+        number = _over(np.ones(()), np.where(reach(trace), share**2, 0.0).sum(-1))
         formula = "1 / sum m^2"
     elif definition == "entropy":
         logs = np.log(share, out=np.zeros_like(share), where=share > 0)
         number = np.exp(-np.where(reach(trace), share * logs, 0.0).sum(-1))
+        number = np.where(reach(trace).any(-1), number, np.nan)
         formula = "exp(-sum m log m)"
     else:
         raise OptionError(f"definition is {definition!r}; choose participation or entropy.")
@@ -103,8 +105,10 @@ def dilution_index(trace: xr.Dataset) -> xr.DataArray:
     return labelled(trace, index, ("token",), "dilution_index", attrs)
 
 
-def update_ratio(trace: xr.Dataset) -> xr.DataArray:
+def update_ratio(trace: xr.Dataset, *, of: Literal["sublayer", "layer"] = "sublayer") -> xr.DataArray:
     """Length of a sublayer's write over that of what it read: ``|v_s| / |h_r|`` (Csordas et al. 2025, section 3).
+
+    Of a whole layer it is the length of the sum of its writes over that of what its first reader got.
 
     ``|h_r|`` is the length of the input itself, before the sublayer's own norm. Only in a plain residual is that also
     what the write is added to. Where inputs are scaled, their length says little, as the sublayer's norm takes it out:
@@ -114,16 +118,30 @@ def update_ratio(trace: xr.Dataset) -> xr.DataArray:
     not to be compared with that of another scheme.
 
     Args:
-        trace: Any.
+        trace: Any; for layers with ``gram``.
+        of: Sublayers, or layers.
 
     Returns:
-        ``(token, reader)`` over the readers that have a write of their own, no unit, non-negative. Large: the sublayer
-        changes the residual much; NaN where its input is zero.
+        ``(token, reader)`` over the readers that have a write of their own, or over the first readers of layers; no
+        unit, non-negative. Large: the sublayer changes the residual much; NaN where its input is zero.
+
+    Raises:
+        TraceError: If ``gram`` is needed and missing.
+        OptionError: If ``of`` is neither.
     """
-    readers, sources = _own(trace)
+    if of not in ("sublayer", "layer"):
+        raise OptionError(f"of is {of!r}; choose sublayer or layer.")
     norm, written = require(trace, "reader_norm", "source_norm")
-    attrs = {"long_name": "update ratio", "units": "1", "formula": "|v_s| / |h_r|"}
-    ratio = _over(written[:, sources], norm[:, readers])
+    if of == "layer":
+        readers, members = _layers(trace)
+        (gram,) = require(trace, "gram")
+        size = np.sqrt(np.maximum(np.einsum("ls,tsz,lz->tl", members, gram, members, optimize=True), 0))
+        formula = "|sum_s v_s| / |h_r|"
+    else:
+        readers, sources = _own(trace)
+        size, formula = written[:, sources], "|v_s| / |h_r|"
+    attrs = {"long_name": "update ratio", "units": "1", "formula": formula}
+    ratio = _over(size, norm[:, readers])
     return labelled(trace.isel(reader=readers), ratio, READ[:2], "update_ratio", attrs)
 
 
@@ -147,6 +165,19 @@ def write_alignment(trace: xr.Dataset) -> xr.DataArray:
 def _own(trace: xr.Dataset) -> tuple[np.ndarray, np.ndarray]:
     pairs = own_writes(trace)
     return np.array([r for r, _ in pairs], dtype=int), np.array([s for _, s in pairs], dtype=int)
+
+
+def _layers(trace: xr.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """The first reader of each layer that writes, and which sources are its own, ``(layer, source)``."""
+    # The place before the dot tells passes of a looped layer apart: 3@1.attn.
+    place = {name: name.partition(".")[0] for dim in ("reader", "source") for name in trace.coords[dim].values.tolist()}
+    readers, sources = (trace.coords[dim].values.tolist() for dim in ("reader", "source"))
+    inside = trace.coords["source_layer"].values >= 0
+    first = {place[name]: i for i, name in reversed([*enumerate(readers)])}
+    owners = [place[name] if own else None for name, own in zip(sources, inside, strict=True)]
+    layers = [layer for layer in dict.fromkeys(owners) if layer in first]
+    members = [[owner == layer for owner in owners] for layer in layers]
+    return np.array([first[layer] for layer in layers], dtype=int), np.array(members, dtype=float)
 
 
 def _over(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:

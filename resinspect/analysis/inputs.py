@@ -74,20 +74,40 @@ def contribution_norms(trace: xr.Dataset) -> np.ndarray:
 
 
 def write_products(trace: xr.Dataset) -> np.ndarray:
-    """``<v_s, h_r>`` ``(token, source, reader)`` for every pair, also where the write comes after the reader."""
+    """``<v_s, h_r>`` ``(token, source, reader)`` for every pair, also where the write comes after the reader.
+
+    Raises:
+        TraceError: If a variable is missing, or what readers get is not all there.
+    """
     if "write_cross" in trace:
         return require(trace, "write_cross")[0]
+    _require_whole(trace)
     (gram,) = require(trace, "gram")
     return gram @ weights(trace).swapaxes(1, 2)
 
 
 def reader_products(trace: xr.Dataset) -> np.ndarray:
-    """``<h_r, h_r'>`` ``(token, reader, reader)``."""
+    """``<h_r, h_r'>`` ``(token, reader, reader)``.
+
+    Raises:
+        TraceError: If a variable is missing, or what readers get is not all there.
+    """
     if "reader_gram" in trace:
         return require(trace, "reader_gram")[0]
+    _require_whole(trace)
     (gram,) = require(trace, "gram")
     weight = weights(trace)
     return weight @ gram @ weight.swapaxes(1, 2)
+
+
+def _require_whole(trace: xr.Dataset) -> None:
+    """What a reader gets can be added up only from all of its sources."""
+    terms = trace.coords.get("reader_terms", trace.coords["reader_prefix"]).values
+    if cut := trace.coords["reader"].values[terms > trace.coords["reader_prefix"].values].tolist():
+        raise TraceError(
+            f"this measure needs all sources of its readers, but some of those of {cut[0]!r} were left out; select "
+            "sources after measuring."
+        )
 
 
 def own_writes(trace: xr.Dataset) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from resinspect.analysis.entries import Block, blocks, read_values, rounding
 from resinspect.analysis.resampling import bootstrap, percentiles
 from resinspect.analysis.summary import LEVEL, RESAMPLES
 from resinspect.analysis.tokens import indicator, label_tokens
-from resinspect.errors import OptionError
+from resinspect.errors import OptionError, TraceError
 
 # Schemes whose weights are the same for every token by construction, whatever was trained.
 STATIC_SCHEMES = ("pre_ln", "denseformer")
@@ -53,8 +53,8 @@ def staticness(
         ``"no"``), ``around``, ``tokens``, ``documents``, ``types``.
 
     Raises:
-        OptionError: If ``around`` is something else, or nothing is known.
-        TraceError: If there is no such variable.
+        OptionError: If ``around`` is something else.
+        TraceError: If there is no such variable, or nothing is known.
     """
     if around not in ("reader", "zero"):
         raise OptionError(f"around is {around!r}; choose reader or zero.")
@@ -63,7 +63,7 @@ def staticness(
     for name in ("weight", *(n for n in STREAM_NATIVES if n in trace)) if of is None else of:
         found = list(blocks(read_values(trace, name), labels, rounding(trace)))
         if not found:
-            raise OptionError(f"{name} has no token at which all weights of a reader are known.")
+            raise TraceError(f"{name} has no token at which all weights of a reader are known.")
         fixed = not any(np.ptp(block.table, axis=0).any() for block in found)
         values = np.ones(len(picks))
         if not fixed:

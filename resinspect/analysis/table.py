@@ -1,7 +1,9 @@
 """The one table of measures, and all of them on one trace."""
 
+import warnings
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,18 +89,26 @@ def analyze(trace: "xr.Dataset", *, drop_first: int = 0) -> "tuple[dict[str, pd.
 
     Args:
         trace: Any; what it does not hold is left out.
-        drop_first: Leading tokens of every document to leave out of averages over tokens.
+        drop_first: Leading tokens of every document to leave out of all measures, such as 1 for attention sinks.
 
     Returns:
         Name to table, and name to the reason for each measure that the trace has too little for.
+
+    Raises:
+        OptionError: If no token is left.
     """
     from resinspect.analysis.summary import summarise
     from resinspect.errors import TraceError
 
     tables, left_out = {}, {}
     for name in MEASURES:
+        function = measure(name)
+        options = {"drop_first": drop_first} if "drop_first" in signature(function).parameters else {}
         try:
-            result = measure(name)(trace)
+            with warnings.catch_warnings():
+                # What is NaN shows in the tables, with how many tokens it leaves.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                result = function(trace, **options)
         except TraceError as error:
             left_out[name] = str(error)
             continue
@@ -115,8 +125,8 @@ def headlines(tables: "dict[str, pd.DataFrame]") -> "pd.DataFrame":
     """The few rows of ``analyze`` that belong in a short summary, as far as they have a value.
 
     Returns:
-        Columns ``measure``, ``of``, ``value``, ``low``, ``high``, ``null``, ``documents``; ``null`` is one value, or
-        the upper bound of a permutation null.
+        Columns ``measure``, ``of``, ``value``, ``low``, ``high``, ``null_low``, ``null_high``, ``documents``. The null
+        is one value in both, or what permutations give: a band, or its upper end alone (``null_low`` NaN).
     """
     import pandas as pd
 
@@ -127,7 +137,8 @@ def headlines(tables: "dict[str, pd.DataFrame]") -> "pd.DataFrame":
             continue
         for _, line in (table.query(row.headline) if row.headline else table).iterrows():
             of = ", ".join(str(line[column]) for column in row.by)
-            null = next((line[column] for column in ("null", "null_high") if column in line), table.attrs.get("null"))
-            rows.append((name, of, line[row.value], line["low"], line["high"], null, line["documents"]))
-    frame = pd.DataFrame(rows, columns=["measure", "of", "value", "low", "high", "null", "documents"])
-    return frame.dropna(subset="value").astype({"null": float})
+            null = line.get("null", table.attrs.get("null"))
+            bounds = (null, null) if null is not None else (line.get("null_low"), line.get("null_high"))
+            rows.append((name, of, line[row.value], line["low"], line["high"], *bounds, line["documents"]))
+    columns = ["measure", "of", "value", "low", "high", "null_low", "null_high", "documents"]
+    return pd.DataFrame(rows, columns=columns).dropna(subset="value").astype({"null_low": float, "null_high": float})

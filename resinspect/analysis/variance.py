@@ -13,7 +13,7 @@ from resinspect.analysis.heldout import Parts, held_out_parts
 from resinspect.analysis.resampling import bootstrap, percentiles
 from resinspect.analysis.summary import LEVEL, RESAMPLES
 from resinspect.analysis.tokens import label_tokens
-from resinspect.errors import OptionError
+from resinspect.errors import OptionError, TraceError
 
 # A sum of squares below this fraction of the values' own is their rounding.
 NOTHING = 1e-24
@@ -78,8 +78,8 @@ def variance_of_routing(
         for fixed weights, and so are all intervals.
 
     Raises:
-        OptionError: If an option is out of range, or nothing is known.
-        TraceError: If there is no such variable.
+        OptionError: If an option is out of range.
+        TraceError: If there is no such variable, or nothing is known.
     """
     if folds < 2 or permutations < 1 or not 0 < level < 1:
         raise OptionError(
@@ -93,7 +93,7 @@ def variance_of_routing(
         for block in blocks(values, labels, rounding(trace))
     ]
     if not found:
-        raise OptionError(f"{values.name} has no token at which all weights of a reader are known.")
+        raise TraceError(f"{values.name} has no token at which all weights of a reader are known.")
     picks = bootstrap(labels.documents, resamples, seed)
     whole = reduce(add, [parts.total() for _, parts in found])
     fixed = {reader: _is_fixed(block, g) for block, _ in found for g, reader in enumerate(block.readers)}

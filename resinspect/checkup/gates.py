@@ -8,6 +8,7 @@ import numpy as np
 from resinspect.checkup.patient import Patient
 from resinspect.checkup.rows import NotApplicable, Row, listed, tokens_of
 from resinspect.checkup.schemes import GATES, SOFTMAX, softmaxes
+from resinspect.checkup.values import FEWEST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,19 +21,19 @@ def saturated_gates(patient: Patient) -> Iterator[Row]:
     """Gates at one end of a sigmoid, tanh or softmax on all tokens, where they pass hardly any gradient.
 
     Value: the largest distance from that end over tokens, as a share of the range. Threshold: 0.001 on all tokens, all
-    at the same end: the slope is then below 1/250 of that in the middle (a logit beyond 6.9). For a softmax: one slot
-    has at least 0.999 on all tokens. That a gate is closed may be what was learned; that it hardly can open again is
-    what the slope says.
+    at the same end: the slope is then below 1/250 of that in the middle (a logit beyond 6.9). For a softmax: on every
+    token some slot has at least 0.999. Needs 20 tokens. That a gate is closed may be what was learned; that it hardly
+    can open again is what the slope says.
 
     Covered, from a trace with natives: every softmax over depth (AttnRes, Block AttnRes, open AttnRes, Inkling 2,
     also its messages) and over streams (the attention pool of the hyper-connections package); the sigmoids ``pre`` and
     ``post`` of mHC (reference, DeepSeek-V4, GLM-5-Next, the package), ``pre`` of HY-V4, ``gate`` and ``post`` of
-    Qwen4-Exp, ``beta`` of Deep Delta Learning as operators, gates per channel of open AttnRes; the keep and take gates
+    Qwen4-Exp, ``beta`` of Deep Delta Learning, gates per channel of open AttnRes; the keep and take gates
     of looped Inkling 2. With the model as well: the tanh inside dynamic hyper-connections (reference and package), the
     scalar sigmoid of open AttnRes, the static gates of Muse Spark.
 
-    Not covered: Sinkhorn mixing (``frozen mixing`` asks for its gradient); ``beta`` of Deep Delta Learning as scalars,
-    and its value, which a trace holds only within products; the tanh of Gemma 3n's router, of which natives are linear
+    Not covered: Sinkhorn mixing (``frozen mixing`` asks for its gradient); the value of Deep Delta
+    Learning, which a trace holds only within products; the tanh of Gemma 3n's router, of which natives are linear
     combinations; ReLUs of DCA, which have one end; weights between no ends (DenseFormer, static hyper-connections,
     scales of a carry); gates inside sublayers; schemes without a family, such as MUDDFormer or highway networks.
     """
@@ -41,10 +42,13 @@ def saturated_gates(patient: Patient) -> Iterator[Row]:
         count += far.size
         nearest = min(nearest, (float(far.min()), place))
         found += [f"{place}[{i}]" if far.size > 1 else place for i in np.flatnonzero(far < SATURATED)]
+    tokens = patient.trace.sizes["token"]
+    if tokens < FEWEST:
+        raise NotApplicable(f"{tokens} tokens are too few; it needs {FEWEST}")
     if not count:
         raise NotApplicable("no gate is known at more than one slot")
     evidence = f"{len(found)} of {count} gates; nearest to its end is {nearest[1]}, within {nearest[0]:.2g}"
-    evidence, tokens = f"{evidence}; {tokens_of(patient.trace)}", patient.trace.sizes["token"]
+    evidence = f"{evidence}; {tokens_of(patient.trace)}"
     limit = f"within {SATURATED} of one end on all tokens"
     if not found:
         yield Row("ok", evidence, "", nearest[0], tokens, limit)
@@ -56,7 +60,7 @@ def saturated_gates(patient: Patient) -> Iterator[Row]:
         nearest[0],
         tokens,
         limit,
-        "These gates are fixed for all tokens and hardly pass a gradient, so training hardly moves them.",
+        "On these tokens these gates hardly pass a gradient, so training hardly moves them.",
     )
 
 
@@ -68,8 +72,8 @@ def _gates(patient: Patient) -> Groups:
     if scheme in SOFTMAX:
         for place, alpha in softmaxes(patient):
             if alpha.shape[1] > 1 and len(alpha):
-                # One gate per softmax: the most that its largest slot leaves to the others.
-                yield f"softmax {place}", (1 - alpha).max(0).min(keepdims=True)
+                # One gate per softmax: the most that the largest slot of a token leaves to the others.
+                yield f"softmax {place}", (1 - alpha.max(1)).max(keepdims=True)
     if "native_pool" in patient.trace:
         yield from _pool(patient)
     if scheme in COMPUTED:
@@ -103,7 +107,7 @@ def _pool(patient: Patient) -> Groups:
     for site, place in enumerate(patient.sites):
         known = pool[:, site][~np.isnan(pool[:, site]).any((1, 2))]
         if len(known):
-            yield f"softmax {place} pool", (1 - known).max(0).min(0)
+            yield f"softmax {place} pool", (1 - known.max(1)).max(0)
 
 
 def _tanh_of_reference(patient: Patient) -> Groups:

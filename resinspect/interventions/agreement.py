@@ -53,7 +53,7 @@ def routing_vs_causal(
     prompts: Prompts,
     *,
     share: Sequence[Share] = ("contribution", "magnitude"),
-    downstream: Sequence[Downstream] = DOWNSTREAM,
+    downstream: Downstream | Sequence[Downstream] = DOWNSTREAM,
     edges: int | None = None,
     seed: int = 0,
     drop_first: int = 0,
@@ -95,6 +95,9 @@ def routing_vs_causal(
     """
     if not share or any(name not in SHARES for name in share):
         raise OptionError(f"share is {share!r}; choose one or more of {', '.join(SHARES)}, as a list.")
+    modes = (downstream,) if isinstance(downstream, str) else tuple(downstream)
+    if not modes or not {*modes} <= {*DOWNSTREAM}:
+        raise OptionError(f"downstream is {downstream!r}; choose one or both of {', '.join(DOWNSTREAM)}.")
     given = session(model, prompts, tokenizer=tokenizer, batch_size=batch_size, truncate=truncate)
     chosen = _chosen(given.layout.anatomy, edges, seed)
     trace = capture(
@@ -105,7 +108,7 @@ def routing_vs_causal(
     edits = [ablate_edge(*_named(given.layout.anatomy, edge)) for edge in chosen]
     options = {"drop_first": drop_first, "resamples": resamples, "level": level, "seed": seed}
     tables, agreement = [], []
-    for mode in downstream:
+    for mode in modes:
         result = measure(given, edits, mode)
         done = {name: result[name].drop_vars("edit").rename(edit="edge") for name in MEASURES if name in result}
         labels = pd.DataFrame([_named(given.layout.anatomy, edge) for edge in chosen], columns=["source", "reader"])

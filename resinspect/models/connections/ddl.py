@@ -35,7 +35,7 @@ class DDL(Connection):
         if view not in VIEWS or not 0 < beta < 2:
             raise OptionError(f"ddl has view {view!r} and beta {beta}; allowed are {VIEWS} and 0 < beta < 2.")
         self.carrier = COEFFICIENT if view == "raw" else TERM
-        names = ("gain",) if view == "raw" else ("beta", "key", "write_gain")
+        names = ("beta", "pull") if view == "raw" else ("beta", "key", "write_gain")
         self.natives = dict.fromkeys(("attn", "mlp"), names)
         self.native_dims = {name: ("hidden",) if name == "key" else () for name in names}
         self.start_beta, self.eps = beta, eps
@@ -52,18 +52,18 @@ class DDL(Connection):
         init.constant_(self.beta_bias, math.log(self.start_beta / (2 - self.start_beta)))
 
     def route_write(self, state: Tensor, site: Site, value: Tensor) -> Native:
-        """``raw``: the gain of F; ``operator``: beta, key ``(batch, token, d)`` and the gain of F."""
+        """``raw``: beta, and what it multiplies to the gain of F; ``operator``: beta, key ``(batch, token, d)`` and the gain of F."""
         context = nn.functional.rms_norm(state, state.shape[-1:], eps=self.eps)
         norm = torch.linalg.vector_norm(value, dim=-1) + self.eps
         key = value / norm[..., None]
         beta = 2 * torch.sigmoid(context @ self.beta[site.index] + self.beta_bias[site.index])
         target = 4 * torch.sigmoid(context @ self.value[site.index])
         if self.carrier == COEFFICIENT:
-            return {"gain": beta * (target - (key * state).sum(-1)) / norm}
+            return {"beta": beta, "pull": (target - (key * state).sum(-1)) / norm}
         return {"beta": beta, "key": key, "write_gain": beta * target / norm}
 
     def write(self, carrier: Carrier, state: Tensor, site: Site, native: Native, value: Tensor) -> Tensor:
         """Erase and write, in the chosen view."""
         if self.carrier == COEFFICIENT:
-            return state + carrier.scale(native["gain"], value)
+            return state + carrier.scale(native["beta"] * native["pull"], value)
         return carrier.rank_one(state, native["beta"], native["key"]) + carrier.scale(native["write_gain"], value)
