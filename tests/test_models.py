@@ -20,7 +20,7 @@ NATIVES = {
     "dca": {"attn": ("gate",), "final": ("gate",)},
     "hyper_connections": {"attn": ("pre", "post", "mix"), "mlp": ("pre", "post", "mix")},
     "mhc": {"attn": ("pre", "post", "mix"), "mlp": ("pre", "post", "mix")},
-    "ddl": {"attn": ("gain", "beta", "key", "write_gain"), "mlp": ("gain", "beta", "key", "write_gain")},
+    "ddl": {"attn": ("beta", "pull", "key", "write_gain"), "mlp": ("beta", "pull", "key", "write_gain")},
 }
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
