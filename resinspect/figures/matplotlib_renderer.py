@@ -28,6 +28,8 @@ def to_matplotlib(description: Heatmap) -> "Figure":
 
     size = _size(description)
     figure = Figure(figsize=size, layout="constrained")
+    # So that a caption keeps off the axis above it.
+    figure.get_layout_engine().set(h_pad=0.07)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     mesh = _draw(axes, description)
