@@ -15,6 +15,14 @@ class CaptureError(ResinspectError):
     """A forward pass cannot be turned into a faithful map."""
 
 
+class UnknownFamilyError(CaptureError):
+    """No family recognises a model; ``reason`` says in one clause what was in the way."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class MapError(CaptureError):
     """The map of a forward pass is wrong; ``trace`` holds it, for whoever asks what is wrong with it."""
 

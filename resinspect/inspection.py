@@ -16,14 +16,14 @@ from resinspect.checkpoint.nanogpt import read_nanogpt
 from resinspect.checkpoint.refusals import quiet
 from resinspect.checkpoint.sources import Source, find
 from resinspect.checkpoint.stored import Stored, stored_files, stored_in
-from resinspect.errors import CaptureError, CheckpointError
+from resinspect.errors import CaptureError, CheckpointError, UnknownFamilyError
 from resinspect.families import FAMILIES, Layout, find_layout, layers_of
 from resinspect.program import TERM
 
 TRIED = 50_000_000
 """Most parameters of a model that is built with memory, to try out what its structure does not say."""
-COPY = 500_000_000
-"""Most parameters of the smaller copy that a larger model is tried out with."""
+COPY, NARROWER = 500_000_000, 8
+"""Most parameters of the smaller copy that a larger model is tried out with, and what divides its width above that."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -102,21 +102,25 @@ def _described(config: PreTrainedConfig, source: Source) -> tuple[nn.Module | No
     if layout := _known(model):
         return model, layout, "", 0
     # What no family knows by its structure is tried out in a forward pass, for which weights at random will do.
-    layers, limit = 0, TRIED
-    if _parameters(model) > TRIED:
-        (config, layers), limit = smaller(config), COPY
-    layout, why = _tried(config, source, limit)
-    return model, layout, f"{why}; {layers_of(model)}" if layout is None else "", layers
-
-
-def _tried(config: PreTrainedConfig, source: Source, limit: int) -> tuple[Layout | None, str]:
-    """The layout of a model with weights at random, or why there is none."""
+    layers = 0
     try:
-        if _parameters(blank(config, source, "meta")) > limit:
-            return None, "too large to try out here; capture tries out and checks its residual"
-        return _known(at_random(config, source)), "none knows its residual"
-    except CheckpointError:
-        return None, "no smaller copy of it can be built to try out; capture tries out and checks its residual"
+        if _parameters(model) > TRIED:
+            config, layers = _copy(config, source)
+        return model, find_layout(at_random(config, source)), "", layers
+    except UnknownFamilyError as error:
+        why = f"none knows its residual: {error.reason}"
+    except (CaptureError, CheckpointError) as error:
+        why = str(error).removesuffix(".")
+    return model, None, f"{why}; {layers_of(model)}", layers
+
+
+def _copy(config: PreTrainedConfig, source: Source) -> tuple[PreTrainedConfig, int]:
+    """A smaller configuration that can be tried out, and how many layers it has."""
+    for narrow in (1, NARROWER):
+        small, layers = smaller(config, narrow)
+        if _parameters(blank(small, source, "meta")) <= COPY:
+            return small, layers
+    raise CheckpointError("too large to try out here; capture tries out and checks its residual.")
 
 
 def _parameters(model: nn.Module) -> int:

@@ -392,6 +392,8 @@ def test_any_module_is_solved_from_named_sublayers():
         ({"sublayers": "h.*.mix", "final": "out"}, "holds 'h.*.mix'; name pairs"),
         ({"sublayers": ["h.*.mix"], "final": "out"}, "holds 'h.*.mix'; name pairs"),
         ({"sublayers": [("a", "b", "c")], "final": "out"}, r"holds \('a', 'b', 'c'\); name pairs"),
+        ({"sublayers": 42, "final": "out"}, "holds 42; name pairs"),
+        ({"sublayers": [None], "final": "out"}, "holds None; name pairs"),
         ({"sublayers": [("h.*.norm", "h.*.mix")], "final": "out"}, "ran out of order"),
         ({}, "no known family"),
     ],
@@ -470,6 +472,7 @@ def test_prompts_come_in_many_forms():
         (b"ab", "prompts are a bytes"),
         (5, "prompts are a int"),
         ({"attention_mask": torch.ones(1, 2)}, "needs input_ids"),
+        ({"input_ids": None}, "needs input_ids"),
         ({"input_ids": []}, "no prompts"),
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 0, 1]])}, "prompt 0 has holes"),
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.zeros(1, 3)}, "prompt 0 is empty"),
@@ -511,7 +514,14 @@ def test_truncation_says_what_it_cut():
     [
         ({"method": "guess"}, "choose one of auto, replay, solve"),
         ({"keep": ["grams"]}, "keep has grams; allowed are gram, cross"),
+        ({"keep": None}, "keep has None"),
+        ({"keep": [3]}, "keep has 3"),
         ({"batch_size": 0}, "at least 1"),
+        ({"batch_size": "a"}, "batch_size is 'a'"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5; it must be a whole number"),
+        ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; give the tokenizer itself"),
+        ({"final": "final"}, "there are no sublayers= that it could go with"),
+        ({"sublayers": [("layers.*.attn", "layers.*.attn.norms.0")], "final": 3}, "needs final="),
         ({"sublayers": [("h.*.mix", "h.*.norm")]}, "needs final="),
         (
             {"sublayers": [("layers.*.attn", "layers.*.attn.norms.0")], "final": "final", "method": "replay"},
@@ -523,3 +533,8 @@ def test_bad_options_get_one_sentence(options, words):
     """An option ignored in silence."""
     with pytest.raises(OptionError, match=words):
         ri.capture(build(NAMED["pre_ln"], "random"), [[1]], **options)
+
+
+def test_one_part_to_keep_needs_no_list():
+    """A name taken for its letters."""
+    assert "gram" in ri.capture(build(NAMED["pre_ln"], "random"), [[1, 2]], keep="gram")

@@ -14,6 +14,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertLMHeadModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -208,6 +210,28 @@ def test_a_model_that_fails_by_itself_is_one_sentence(monkeypatch):
         ri.capture(model, PROMPTS, method="solve", sublayers=[("model.layers.*.mlp",) * 2], final="model.norm")
     assert isinstance(error.value.__cause__, IndexError)
     assert hooks_of(model) == 0
+
+
+def test_quantized_weights_do_not_stop_a_capture():
+    """Packed weights that have no shape, and an AttributeError over a fingerprint."""
+    model = torch.ao.quantization.quantize_dynamic(llama(), {nn.Linear}, dtype=torch.qint8)
+    assert ri.fidelity_summary(quiet(model))["verdict"] == "exact"
+
+
+def test_text_of_a_model_of_pictures_has_its_own_vocabulary():
+    """The places of picture patches counted as token ids."""
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4, image_token_index=96)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    trace = quiet(model)
+    assert ri.fidelity_summary(trace)["verdict"] == "exact"
+    assert "loss" in trace
+    with pytest.raises(PromptError, match=r"outside 0\.\.96"):
+        ri.capture(model, [[97]])
+    with pytest.raises(PromptError, match="the model's context is 64"):
+        ri.capture(model, [[1] * 65])
 
 
 def test_positions_that_begin_after_padding_leave_less_room():

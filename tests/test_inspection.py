@@ -9,6 +9,9 @@ import pytest
 import torch
 from tiny import TINY
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     DeepseekV4Config,
     Gemma3TextConfig,
@@ -20,7 +23,7 @@ from transformers import (
 import resinspect as ri
 from resinspect import inspection
 from resinspect.checkpoint.blank import smaller
-from resinspect.errors import CheckpointError, OptionError
+from resinspect.errors import CheckpointError, OptionError, UnknownFamilyError
 from resinspect.families import FAMILIES, find_layout
 from resinspect.families.table import CAPTION, END, START, family_rows, markdown, write_table
 from resinspect.inspection import inspect, rows
@@ -130,11 +133,34 @@ def test_a_copy_shows_every_kind_of_layer():
     assert found.layer_types == kinds
     assert config.num_hidden_layers == 24
     assert config.vocab_size > found.vocab_size
+    assert found.hidden_size == config.hidden_size
+    assert smaller(config, 4)[0].hidden_size == config.hidden_size / 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("rwkv", "scaled: "),
+        ("prophetnet", "no smaller copy of a prophetnet can be made"),
+        ("blt", "no smaller copy of a blt can be made"),
+        ("cohere", "plain: "),
+        ("gemma3", "plain: "),
+    ],
+)
+def test_what_models_are_by_default(kind, words, tmp_path):
+    """A traceback, a family that two layers do not show, or a vocabulary of picture patches."""
+    # The recurrence of RWKV is a loop over tokens and slow.
+    sizes = {"hidden_size": 64, "attention_hidden_size": 64, "vocab_size": 500_000} if kind == "rwkv" else {}
+    config = CONFIG_MAPPING[kind](**sizes)
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if kind != "gemma3" else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    config.architectures = [mapping[type(config)].__name__]
+    config.save_pretrained(tmp_path)
+    assert said(tmp_path)["family"].startswith(words)
 
 
 def test_what_is_too_large_even_for_a_copy_is_said(tmp_path):
     """Gigabytes of memory for a question about names."""
-    llama(tmp_path, num_hidden_layers=80, hidden_size=16384)
+    llama(tmp_path, num_hidden_layers=80, hidden_size=2**20)
     found = said(tmp_path)
     assert "too large to try out here; capture tries out and checks its residual" in found["family"]
     assert "its list 'model.layers' holds 80 LlamaDecoderLayer with self_attn (LlamaAttention), mlp" in found["family"]
@@ -246,8 +272,14 @@ def test_a_class_that_cannot_be_built_is_still_described(tmp_path, monkeypatch):
 def test_a_residual_that_no_family_knows_says_what_its_layers_are(tmp_path, monkeypatch):
     """The name of a family that does not fit, rather than none."""
     llama(tmp_path)
-    monkeypatch.setattr(inspection, "_known", lambda _: None)
-    assert said(tmp_path)["family"].startswith("none knows its residual; its list 'model.layers' holds 3 LlamaDecoderL")
+
+    def unknown(_):
+        raise UnknownFamilyError("a long message", "what 'a' gives is lost")
+
+    monkeypatch.setattr(inspection, "find_layout", unknown)
+    assert said(tmp_path)["family"].startswith(
+        "none knows its residual: what 'a' gives is lost; its list 'model.layers' holds 3 LlamaDecoderL"
+    )
 
 
 def test_readme_shows_the_table_of_families():

@@ -14,13 +14,19 @@ from toys import (
     Block,
     Closed,
     Doubled,
+    FromTokens,
     Gated,
+    GoesOn,
     InPlace,
     Inside,
     Late,
+    Noisy,
     NormsWithoutAModule,
     PassedOn,
+    PassesChannels,
+    PassesSome,
     PerChannel,
+    PositionsFirst,
     ReadsMore,
     ReadsMoreWrapped,
     Shrinks,
@@ -32,7 +38,7 @@ from toys import (
 from transformers import AlbertConfig, AlbertModel, BartConfig, BartForConditionalGeneration
 
 import resinspect as ri
-from resinspect.errors import CaptureError
+from resinspect.errors import CaptureError, PromptError
 from resinspect.families import find_layout, generic
 
 
@@ -134,7 +140,10 @@ def test_equal_outputs_are_two_sources():
         (Closed, "layer 'blocks.0' reads the residual and adds nothing to it"),
         (Late, "what 'blocks.0' gives is no weighted sum"),
         (ReadsMoreWrapped, "what 'blocks.0.norm_b' reads is no weighted sum"),
-        (NormsWithoutAModule, "what 'blocks.0.turn' gives comes from the residual, but not only through modules"),
+        (NormsWithoutAModule, "what 'blocks.0.turn' gives comes not only from modules that read"),
+        (PassesSome, "what 'blocks.0.first' gives holds the residual itself"),
+        (PassesChannels, "what 'blocks.0.first' gives holds the residual itself"),
+        (Noisy, "what 'blocks.0.mix' gives differs between two runs on the same input"),
     ],
 )
 def test_what_is_not_a_fixed_sum_is_refused_where_it_happens(block, words):
@@ -172,6 +181,31 @@ def test_a_norm_of_no_known_kind_on_the_carry_is_refused():
         find_layout(toy(Strange))
 
 
+def made(kind):
+    torch.manual_seed(0)
+    return randomised(kind())
+
+
+def test_tokens_that_come_in_beside_the_residual_are_no_read_of_it():
+    """A write from the embedding alone, for which the map says that it reads all earlier sources."""
+    with pytest.raises(CaptureError, match="or tokens that come in beside it"):
+        find_layout(made(FromTokens))
+
+
+def test_a_block_after_the_last_layer_is_not_passed_over():
+    """A readout that is none: what the head sees has two writes more than the map."""
+    with pytest.raises(CaptureError, match=r"what 'last' reads after the last layer is the residual with more"):
+        find_layout(made(GoesOn))
+
+
+def test_the_vocabulary_is_that_of_the_embedding_of_tokens():
+    """An embedding of positions that comes first, and token ids called unknown."""
+    trace = ri.capture(made(PositionsFirst), [[1, 2, 49]])
+    assert ri.fidelity_summary(trace)["verdict"] == "exact"
+    with pytest.raises(PromptError, match=r"outside 0\.\.49"):
+        ri.capture(made(PositionsFirst), [[1, 2, 50]])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_read_without_a_module_is_missed_in_no_precision_and_not_while_weights_are_zero(dtype):
     """Two sublayers in a row taken for two that read the same, since the second reads through a plain function."""
@@ -179,7 +213,7 @@ def test_a_read_without_a_module_is_missed_in_no_precision_and_not_while_weights
     with torch.no_grad():
         for block in model.blocks:
             block.turn[-1].weight.zero_()
-    with pytest.raises(CaptureError, match=r"what 'blocks\.0\.turn' gives comes from the residual"):
+    with pytest.raises(CaptureError, match=r"what 'blocks\.0\.turn' gives comes not only"):
         find_layout(model)
 
 

@@ -40,6 +40,58 @@ class Toy(nn.Module):
         return self.last(x)
 
 
+class GoesOn(Toy):
+    """One block more, outside of the list."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = Block(16)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.extra(x))
+
+
+class FromTokens(Toy):
+    """Every block also gets the embedding and adds something made of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Beside(16) for _ in range(3))
+
+    def forward(self, ids):
+        x = first = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, first)
+        return self.last(x)
+
+
+class Beside(Block):
+    def __init__(self, width):
+        super().__init__(width)
+        self.lift = nn.Linear(width, width)
+
+    def forward(self, x, first):
+        x = x + self.mix(self.norm_a(x)) + self.lift(first)
+        return x + self.turn(self.norm_b(x))
+
+
+class PositionsFirst(Toy):
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(12, 16)
+        tokens = self._modules.pop("tokens")
+        self.tokens = tokens  # registered after the positions
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
 def toy(block=Block, **options):
     torch.manual_seed(0)
     return randomised(Toy(block, **options))
@@ -92,6 +144,54 @@ class Doubled(Block):
 
     def forward(self, x):
         x = x + self.first(x)
+        return x + self.turn(self.norm_b(x))
+
+
+class PassesSome(Block):
+    """A sublayer of experts, one of which gives what the sublayer got: a share of the residual at every token."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.first = Shares(self.norm_a, self.mix, width)
+
+    def forward(self, x):
+        x = x + self.first(x)
+        return x + self.turn(self.norm_b(x))
+
+
+class Shares(nn.Module):
+    def __init__(self, norm, work, width):
+        super().__init__()
+        self.norm, self.work, self.router = norm, work, nn.Linear(width, 3)
+
+    def forward(self, x):
+        return torch.softmax(self.router(x), -1)[..., :1] * x + self.work(self.norm(x))
+
+
+class PassesChannels(Block):
+    def __init__(self, width):
+        super().__init__(width)
+        self.first = Scales(self.norm_a, self.mix, width)
+
+    def forward(self, x):
+        x = x + self.first(x)
+        return x + self.turn(self.norm_b(x))
+
+
+class Scales(nn.Module):
+    def __init__(self, norm, work, width):
+        super().__init__()
+        self.norm, self.work, self.scale = norm, work, nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.scale * x + self.work(self.norm(x))
+
+
+class Noisy(Block):
+    """Not the same twice, also in evaluation mode."""
+
+    def forward(self, x):
+        x = x + self.mix(self.norm_a(x) + torch.randn_like(x))
         return x + self.turn(self.norm_b(x))
 
 

@@ -1,6 +1,7 @@
 """A model of a checkpoint's class without its weights: empty, with weights at random, or a smaller one of its kind."""
 
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,12 +10,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from resinspect.checkpoint.classes import model_classes
 from resinspect.checkpoint.refusals import explained
 from resinspect.checkpoint.sources import Source
+from resinspect.errors import CheckpointError
 
 SMALLER = {
     "vocab_size": 64,
     "vocab_size_per_layer_input": 64,
     "pad_token_id": 0,
     "intermediate_size": 64,
+    "intermediate_size_mlp": 64,
     "ffn_dim": 64,
     "ffn_hidden_size": 64,
     "moe_intermediate_size": 64,
@@ -27,8 +30,10 @@ SMALLER = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "rescale_every": 1,
 }
-"""Sizes on which no residual depends."""
+"""Sizes on which no residual depends, and periods that few layers must show."""
+WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads")
 FEWEST, MOST = 2, 8
 """Layers of a smaller model: as many as show every kind of layer, if these numbers allow it."""
 
@@ -39,7 +44,17 @@ def blank(config: PreTrainedConfig, source: Source, device: str) -> nn.Module:
     Raises:
         CheckpointError: If its class cannot be built from its configuration.
     """
-    kind = model_classes(config, source.where, trust_remote_code=source.arguments["trust_remote_code"])[0]
+    refused: CheckpointError | None = None
+    for kind in model_classes(config, source.where, trust_remote_code=source.arguments["trust_remote_code"]):
+        try:
+            return _built(kind, config, device)
+        except CheckpointError as error:
+            # The configuration of a model of text and more does not build the class for its text alone.
+            refused = refused or error
+    raise refused
+
+
+def _built(kind: type[Any], config: PreTrainedConfig, device: str) -> nn.Module:
     what = f"{kind.__name__} cannot be built from its configuration"
     with explained(what, "check config.json"), torch.device(device):
         if issubclass(kind, PreTrainedModel):
@@ -62,18 +77,29 @@ def at_random(config: PreTrainedConfig, source: Source) -> nn.Module:
     return model
 
 
-def smaller(config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
-    """A configuration of the same kind with few layers, few experts and small MLPs, and how many layers it has."""
+def smaller(config: PreTrainedConfig, narrow: int = 1) -> tuple[PreTrainedConfig, int]:
+    """A configuration of the same kind with few layers, few experts and small MLPs, and how many layers it has.
+
+    Args:
+        config: Of the model.
+        narrow: Also divide its width and its heads by this number.
+
+    Raises:
+        CheckpointError: If it does not say its sizes under the usual names.
+    """
     config = deepcopy(config)
-    text = config.get_text_config()
-    whole = text.num_hidden_layers
-    layers = min(whole, max(FEWEST, *map(_all_kinds, _lists(text, whole).values()), 0))
-    for name, values in _lists(text, whole).items():
-        setattr(text, name, values[:layers])
-    text.num_hidden_layers = layers
-    for name, size in SMALLER.items():
-        if isinstance(getattr(text, name, None), int) and getattr(text, name) > size:
-            setattr(text, name, size)
+    with explained(f"no smaller copy of a {config.model_type} can be made", "capture tries out the model itself"):
+        text = config.get_text_config()
+        whole = text.num_hidden_layers
+        layers = min(whole, max(FEWEST, *map(_all_kinds, _lists(text, whole).values()), 0))
+        for name, values in _lists(text, whole).items():
+            setattr(text, name, values[:layers])
+        text.num_hidden_layers = layers
+        sizes = SMALLER | {name: getattr(text, name, None) for name in WIDTHS if narrow > 1}
+        for name, size in sizes.items():
+            if isinstance(getattr(text, name, None), int) and size is not None:
+                at_most = -(-size // narrow) if name in WIDTHS else size
+                setattr(text, name, min(getattr(text, name), at_most))
     return config, layers
 
 

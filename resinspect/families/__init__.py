@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch import nn
 
-from resinspect.errors import CaptureError
+from resinspect.errors import UnknownFamilyError
 from resinspect.families import (
     beam,
     deepseek_v4,
@@ -111,7 +111,7 @@ def find_layout(model: nn.Module) -> Layout:
     """The layout of a model of a known family; it may sit in wrappers, such as those of transformer_lens.
 
     Raises:
-        CaptureError: If no family recognises it; the message says what was found and how to name sublayers.
+        UnknownFamilyError: If no family recognises it; the message says what was found and how to name sublayers.
     """
     return recognise_wrapped(model, _first_that_recognises)
 
@@ -122,11 +122,16 @@ def _first_that_recognises(model: nn.Module) -> Layout:
             if layout := family.recognise(model):
                 return layout
         reason = why_not(model)
-    raise CaptureError(
-        f"{type(model).__name__} belongs to no known family, and a probe of it does not show one: {reason}; "
-        f"{layers_of(model)}. "
-        'Name its sublayers yourself: method="solve", sublayers=[("layers.*.attn", "layers.*.norm1"), ...], '
+    remedy = (
+        "it is an encoder and a decoder, which take different ids; capture its encoder alone: model.get_encoder()."
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        else 'Name its sublayers yourself: method="solve", sublayers=[("layers.*.attn", "layers.*.norm1"), ...], '
         'final="norm", each pair a module whose output is written and the module that reads.'
+    )
+    raise UnknownFamilyError(
+        f"{type(model).__name__} belongs to no known family, and a probe of it does not show one: {reason}; "
+        f"{layers_of(model)}. {remedy[0].upper()}{remedy[1:]}",
+        reason,
     )
 
 

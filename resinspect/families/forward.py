@@ -62,7 +62,7 @@ def call(model: nn.Module, ids: Tensor, **arguments: Any) -> Any:
 
 def context_of(model: nn.Module) -> int | None:
     """Tokens of the longest prompt that the model takes, if it says so."""
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    longest = getattr(_text_config(model), "max_position_embeddings", None)
     for name, module in model.named_modules():
         # RoBERTa and its like count positions from the one after that of padding.
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
@@ -71,6 +71,38 @@ def context_of(model: nn.Module) -> int | None:
 
 
 def vocabulary(model: nn.Module) -> int | None:
-    """Number of token ids that the model knows, if its configuration or first embedding says so."""
-    known = getattr(getattr(model, "config", None), "vocab_size", None)
-    return known or next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    """Number of token ids that the model knows, if its configuration or the embedding that takes them says so."""
+    return getattr(_text_config(model), "vocab_size", None) or _rows_of_embedding(model)
+
+
+def _text_config(model: nn.Module) -> Any:
+    """Of a model of text and more, the part for text; None without a configuration."""
+    config = getattr(model, "config", None)
+    parts = [getattr(config, name, None) for name in ("text_config", "decoder")]
+    return next((part for part in parts if hasattr(part, "vocab_size")), config)
+
+
+def _rows_of_embedding(model: nn.Module) -> int | None:
+    """Rows of the embedding that gets the ids: a model may have others, of positions or pictures."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if len(tables) < 2:
+        return next((table.num_embeddings for table in tables), None)
+    # No positions: these never go down.
+    ids = torch.tensor([[1, 0, 1, 1]], device=tables[0].weight.device)
+    found: list[int] = []
+
+    def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and torch.equal(args[0].flatten(), ids.flatten()):
+            found.append(module.num_embeddings)
+
+    handles = [table.register_forward_pre_hook(see) for table in tables]
+    try:
+        with evaluating(model):
+            call(model, ids, use_cache=False, return_dict=True)
+    except CaptureError:
+        # It takes other arguments, or more tokens; what it does take is for the user to say.
+        return found[0] if found else None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None

@@ -129,11 +129,16 @@ def _stack(pair: tuple[Call, Call]) -> object:
 
 def _pairs(sublayers: Sublayers) -> list[tuple[Call, Call]]:
     form = 'name pairs of module paths such as [("h.*.attn", "h.*.ln_1"), ("h.*.mlp", "h.*.ln_2")].'
-    pairs = [sublayers] if isinstance(sublayers, str) else list(sublayers)
+    pairs = list(sublayers) if isinstance(sublayers, Sequence) and not isinstance(sublayers, str) else [sublayers]
     if not pairs:
         raise CaptureError(f"sublayers is empty; {form}")
     for pair in pairs:
-        if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(path, str) for path in pair):
+        if (
+            isinstance(pair, str)
+            or not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or not all(isinstance(path, str) for path in pair)
+        ):
             raise CaptureError(f"sublayers holds {pair!r}; {form}")
     return [(_call(write, "sublayers"), _call(read, "sublayers")) for write, read in pairs]
 

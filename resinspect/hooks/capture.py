@@ -101,13 +101,14 @@ def capture_batches(
     max_new_tokens: int = 0,
 ) -> Iterator[xr.Dataset]:
     """As ``capture``, one trace per batch as it is ready: for prompts whose trace does not fit in memory."""
-    kept = frozenset(keep)
-    if unknown := kept - set(KEEP):
-        raise OptionError(f"keep has {', '.join(sorted(unknown))}; allowed are {', '.join(KEEP)}.")
-    if batch_size < 1:
-        raise OptionError(f"batch_size is {batch_size}; it must be at least 1.")
-    if max_new_tokens < 0:
-        raise OptionError(f"max_new_tokens is {max_new_tokens}; it must be at least 0.")
+    kept = _kept(keep)
+    for name, value, least in (("batch_size", batch_size, 1), ("max_new_tokens", max_new_tokens, 0)):
+        if not isinstance(value, int) or value < least:
+            raise OptionError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+    if tokenizer is not None and not callable(tokenizer):
+        raise OptionError(f"tokenizer is {tokenizer!r}; give the tokenizer itself, the second that ri.load returns.")
+    if final is not None and sublayers is None:
+        raise OptionError(f"final is {final!r}, but there are no sublayers= that it could go with; give both or none.")
     if max_new_tokens and "gradient" in kept:
         raise OptionError("gradient needs one whole forward pass, but max_new_tokens goes on token by token; keep one.")
     named = unwrapped(model)
@@ -132,6 +133,14 @@ def capture_batches(
     return (run.trace(batch, max_new_tokens) for batch in batches(encoded, batch_size, pad=pad, device=device))
 
 
+def _kept(keep: Iterable[str]) -> frozenset[str]:
+    """Names of parts; one name alone is one part."""
+    names = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else list(keep)
+    if unknown := [name for name in names if name not in KEEP]:
+        raise OptionError(f"keep has {', '.join(map(str, unknown))}; allowed are {', '.join(KEEP)}.")
+    return frozenset(names)
+
+
 def _method(method: str, layout: Layout) -> str:
     if method not in METHODS:
         raise OptionError(f"method is {method!r}; choose one of {', '.join(METHODS)}.")
@@ -143,6 +152,6 @@ def _method(method: str, layout: Layout) -> str:
 
 
 def _final(final: str | None) -> str:
-    if final is None:
+    if not isinstance(final, str):
         raise OptionError('sublayers= needs final=, the module that reads the final residual, such as final="ln_f".')
     return final

@@ -8,6 +8,7 @@ it means the same whether a scheme forms its inputs anew or passes one state alo
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -116,7 +117,14 @@ def _norms(loss: Tensor | None, watched: dict[Event, Tensor], batch: Batch) -> d
         return {}
     if not loss.requires_grad:
         raise CaptureError("no gradient comes through the model's forward; capture it without gradient in keep.")
-    found = torch.autograd.grad(loss, list(watched.values()), allow_unused=True)
+    try:
+        found = torch.autograd.grad(loss, list(watched.values()), allow_unused=True)
+    except RuntimeError as error:
+        # Such as reentrant checkpointing inside the model, which only takes backward().
+        cause = str(error).strip().partition("\n")[0].rstrip(".")
+        raise CaptureError(
+            f"no gradient can be taken through the model ({shorten(cause, 200)}); capture it without gradient in keep."
+        ) from error
     grads = zip(watched, found, strict=True)
     return {event: _packed(lengths(grad), batch) for event, grad in grads if grad is not None}
 

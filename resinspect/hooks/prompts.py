@@ -161,7 +161,7 @@ def _split(prompts: Prompts) -> list[Any]:
 
 def _rows(batch: Mapping[str, Any]) -> list[list[int]]:
     """The real tokens of each row of ``input_ids``, padded on either side or ragged."""
-    if "input_ids" not in batch:
+    if batch.get("input_ids") is None:
         raise PromptError(f"a batch needs input_ids; it has {', '.join(map(str, batch)) or 'nothing'}.")
     rows = _plain(batch["input_ids"])
     if rows and all(isinstance(item, Integral) for item in rows):

@@ -201,6 +201,10 @@ def fingerprint(model: nn.Module) -> str:
     """SHA-256 over every parameter's name, shape, dtype and 64 evenly spaced values: cheap for any size."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, Tensor):
+            # Quantized modules keep packed weights, of which only the kind can be told.
+            digest.update(f"{name} {type(value).__name__}\n".encode())
+            continue
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
         if value.numel():
             flat = value.detach().reshape(-1)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from resinspect.families.generic.copies import copied
 from resinspect.families.generic.multipliers import exact
 from resinspect.families.generic.probe import Probe, probe
 from resinspect.families.generic.reach import unseen_read
@@ -41,7 +42,7 @@ def followed(model: nn.Module, *, norms: bool) -> Residual:
         config = getattr(model, "config", None)
         layers = found.probe.layers
         steps = [exact(step, layers[step.layer].module, layers[step.layer].path, config) for step in found.steps]
-        why = found.why or unseen_read(model, found.probe, steps)
+        why = found.why or unseen_read(model, found.probe, steps) or copied(model, found.probe, steps)
         seen[model, norms] = replace(found, steps=steps, why=why)
     return seen[model, norms]
 

@@ -108,11 +108,19 @@ class _Walk:
         last = self.probe.layers[-1]
         for call in self._working(last.stop):
             if _same(call.read, self.state) or self._advance(call.read, call.start):
+                self._ends_with(call)
                 return call
         for call in self.probe.calls:
             if call.start > last.stop and self._has_width(call.read) and not _same(call.read, self.state):
                 raise Lost(f"what {call.path!r} reads after the last layer is no weighted sum of the residual")
         return None
+
+    def _ends_with(self, reader: Call) -> None:
+        """Nothing after the readout may add to the residual and go on."""
+        self.since = reader.start
+        for call in self._working(reader.stop):
+            if call.module is not reader.module and self._explained(call.read, self.state, call.start):
+                raise Lost(f"what {call.path!r} reads after the last layer is the residual with more added to it")
 
     def _working(self, after: int, before: float = math.inf) -> list[Call]:
         """Calls that begin within a time and do something to a value of the residual's width."""

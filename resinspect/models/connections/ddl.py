@@ -52,7 +52,10 @@ class DDL(Connection):
         init.constant_(self.beta_bias, math.log(self.start_beta / (2 - self.start_beta)))
 
     def route_write(self, state: Tensor, site: Site, value: Tensor) -> Native:
-        """``raw``: beta, and what it multiplies to the gain of F; ``operator``: beta, key ``(batch, token, d)`` and the gain of F."""
+        """``raw``: beta, and what it multiplies to the gain of F; ``operator``: beta, key and the gain of F.
+
+        Each ``(batch, token)``, the key ``(batch, token, d)``.
+        """
         context = nn.functional.rms_norm(state, state.shape[-1:], eps=self.eps)
         norm = torch.linalg.vector_norm(value, dim=-1) + self.eps
         key = value / norm[..., None]
