@@ -35,7 +35,14 @@ from toys import (
     Twins,
     toy,
 )
-from transformers import AlbertConfig, AlbertModel, BartConfig, BartForConditionalGeneration
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import resinspect as ri
 from resinspect.errors import CaptureError, PromptError
@@ -196,6 +203,15 @@ def test_a_block_after_the_last_layer_is_not_passed_over():
     """A readout that is none: what the head sees has two writes more than the map."""
     with pytest.raises(CaptureError, match=r"what 'last' reads after the last layer is the residual with more"):
         find_layout(made(GoesOn))
+
+
+def test_of_an_encoder_and_decoder_the_encoder_can_be_captured():
+    """Advice to name sublayers of a model that cannot be run on one sequence of ids."""
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
+    model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
+    with pytest.raises(CaptureError, match=r"capture its encoder alone: model\.get_encoder\(\)"):
+        ri.capture(model, PROMPTS)
+    assert ri.fidelity_summary(ri.capture(model.get_encoder(), [[1, 2, 3]]))["verdict"] == "exact"
 
 
 def test_the_vocabulary_is_that_of_the_embedding_of_tokens():
