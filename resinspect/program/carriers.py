@@ -42,7 +42,7 @@ class Carrier:
         """Weighted sum of ``n`` slots with weights ``(..., n)``, without stacking them."""
         first, *others = weights.unbind(-1)
         total = self.scale(first, slots[0])
-        for weight, slot in zip(others, slots[1:], strict=True):
+        for weight, slot in zip(others[: len(slots) - 1], slots[1:], strict=True):
             total = torch.addcmul(total, self._scalar(weight), slot)
         return total
 
