@@ -74,7 +74,7 @@ def main() -> None:
         name, seed = describe(folder)
         cut = windows(texts, tokenizer, model.config.max_position_embeddings)
         scored[name][seed] = losses(model, cut)
-        size[name] = sum(p.numel() for n, p in model.named_parameters() if n.startswith("connection."))
+        size[name] = sum(p.numel() for p in model.parameters())
     print(
         "| connection | extra parameters | validation loss, seed 0 | 95 % interval | minus `pre_ln`, paired | seed 1 |"
     )
@@ -84,7 +84,8 @@ def main() -> None:
         low, high = ri.summarise(seeds[0], resamples=RESAMPLES)[["low", "high"]].iloc[0]
         loss = {seed: f"{float(values.mean()):.4f}" for seed, values in seeds.items()}
         gap = "" if name == "`pre_ln`" else difference(seeds[0], base)
-        print(f"| {name} | {size[name]:,} | {loss[0]} | {low:.3f} to {high:.3f} | {gap} | {loss.get(1, '')} |")
+        extra = size[name] - size["`pre_ln`"]
+        print(f"| {name} | {extra:,} | {loss[0]} | {low:.3f} to {high:.3f} | {gap} | {loss.get(1, '')} |")
     for name, seeds in scored.items():
         if 1 in seeds:
             print(f"{name}: seed 1 minus seed 0 {difference(seeds[1], seeds[0])}")

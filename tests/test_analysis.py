@@ -1,5 +1,6 @@
 """All measures together: the one table, what it needs, what it costs."""
 
+import re
 import warnings
 
 import numpy as np
@@ -17,8 +18,8 @@ def test_every_measure_is_public_and_documented():
     for name in MEASURES:
         function = measure(name)
         assert getattr(ri, name) is function
-        for section in ("Args:", "Returns:"):
-            assert section in function.__doc__, name
+        for section in ("Args:", "Returns:", r"[Nn]ull", r"Source: |\d{4}\.\d{5}|\b(19|20)\d\d\b|own definition"):
+            assert re.search(section, function.__doc__), (name, section)
 
 
 @pytest.mark.parametrize("case", ["pre_ln", "attnres", "hyper_connections", "ddl_operator", "dca", "post_ln"])
@@ -32,6 +33,35 @@ def test_every_measure_runs_or_says_what_it_lacks(case):
     assert "gradient_norms" in left_out
     assert {"contribution_share", "novelty", "logit_lens"} <= tables.keys()
     assert len(headlines(tables)) > 5
+
+
+@pytest.mark.parametrize(
+    "case", ["pre_ln", "denseformer", "attnres", "hyper_connections", "mhc", "ddl", "dca", "post_ln"]
+)
+def test_measures_equal_those_of_the_vectors(case):
+    """A measure from weights and inner products that differs from the same one computed with the vectors themselves."""
+    model = build(NAMED[case], "random")
+    trace = ri.capture(model, prompts_for(model), keep=("gram", "cross", "hidden"))
+    reads, writes = (trace[f"{of}_hidden"].values.astype(np.float64) for of in ("reader", "source"))
+    length, written = np.linalg.norm(reads, axis=-1), np.linalg.norm(writes, axis=-1)
+    readers, sources = (trace[dim].values.tolist() for dim in ("reader", "source"))
+    if "contribution" not in trace:
+        parts = np.nan_to_num(trace["weight"].values.astype(np.float64))[..., None] * writes[:, None]
+        share = np.einsum("trsd,trd->trs", parts, reads) / length[..., None] ** 2
+        np.testing.assert_allclose(np.nan_to_num(ri.contribution_share(trace).values), share, atol=1e-5)
+        size = np.linalg.norm(parts, axis=-1)
+        number = size.sum(-1) ** 2 / (size**2).sum(-1)
+        np.testing.assert_allclose(ri.effective_sources(trace).values, number, rtol=1e-5)
+    alignment, ratio, layers = ri.write_alignment(trace), ri.update_ratio(trace), ri.update_ratio(trace, of="layer")
+    for name in set(readers) & set(sources):
+        r, s = readers.index(name), sources.index(name)
+        cosine = np.einsum("td,td->t", writes[:, s], reads[:, r]) / (written[:, s] * length[:, r])
+        np.testing.assert_allclose(alignment.sel(reader=name).values, cosine, atol=1e-5)
+        np.testing.assert_allclose(ratio.sel(reader=name).values, written[:, s] / length[:, r], rtol=1e-5)
+    for name in layers["reader"].values.tolist():
+        own = [s for s, other in enumerate(sources) if other.partition(".")[0] == name.partition(".")[0]]
+        expected = np.linalg.norm(writes[:, own].sum(1), axis=-1) / length[:, readers.index(name)]
+        np.testing.assert_allclose(layers.sel(reader=name).values, expected, rtol=1e-5)
 
 
 def test_one_document_has_numbers_but_no_interval():

@@ -160,6 +160,16 @@ def test_update_ratio_and_alignment_of_known_vectors():
     assert layer["reader"].values.tolist() == ["0.attn"]
 
 
+def test_the_order_of_tokens_does_not_matter():
+    """A value that depends on the token before, where the definition knows only its own."""
+    generator = np.random.default_rng(4)
+    trace = trace_of(generator.standard_normal((9, 5, 8)), samples=np.repeat(np.arange(3), 3))
+    order = generator.permutation(9)
+    for measure in (contribution_share, magnitude_share, effective_sources, dilution_index, write_persistence):
+        np.testing.assert_allclose(measure(trace.isel(token=order)).values, measure(trace).values[order])
+    assert persistence_fit(trace.isel(token=order))["value"].values == pytest.approx(persistence_fit(trace)["value"])
+
+
 def test_layers_are_told_apart():
     """Writes of another layer, or the embedding, in a layer's update."""
     layer = update_ratio(trace_of(orthonormal(5, 7)), of="layer")

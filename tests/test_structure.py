@@ -81,9 +81,14 @@ def test_softmax_reads_over_writes_are_convex(name):
 
 
 def test_softmax_reads_over_blocks_are_convex_in_block_sums():
-    """Native weights of block AttnRes sum to 1; rows of W do not, and must not be read as shares."""
+    """Native weights of block AttnRes are shares; rows of W are not, and must not be read as such."""
     trace = traced("block_attnres")
-    np.testing.assert_allclose(trace["native_alpha"].sum("slot").values, 1, rtol=1e-12)
+    alpha = trace["native_alpha"]
+    np.testing.assert_allclose(alpha.sum("slot").values, 1, rtol=1e-12)
+    assert float(alpha.min()) >= 0
+    # What is read is no longer than the longest sum of any sources, of which blocks are some.
+    longest = trace["source_norm"].values.cumsum(-1)[:, trace["reader_prefix"].values - 1]
+    assert (trace["reader_norm"].values <= longest * (1 + 1e-12)).all()
     assert float(trace["weight"].sel(reader="final").sum("source").max()) > 1.5
 
 

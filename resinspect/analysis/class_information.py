@@ -48,6 +48,7 @@ def class_information(
         shuffles give, corrected alike), ``plug_in`` and ``null_mean`` (both uncorrected), ``entropy`` (of the source),
         ``classes``, ``tokens``, ``documents``, ``types``. ``all`` is the mean over readers with several sources. A
         token with an unknown share is left out for that reader.
+        Source: mutual information (Shannon 1948), less what shuffles give.
 
     Raises:
         TraceError: If a variable is missing.

@@ -26,6 +26,7 @@ def routing_deviation(trace: xr.Dataset) -> xr.DataArray:
 
     Returns:
         ``(token, reader)``, no unit, non-negative; 0 where weights are static. NaN with an unknown weight.
+        Null value 0. Source: own definition.
     """
     weight = weights(trace)
     known = ~np.isnan(weight).any(-1, keepdims=True)
@@ -72,6 +73,7 @@ def routing_and_loss(
         Rows quantity x reader: ``rho`` (-1 to 1), ``low``, ``high``, ``null_mean``, ``null_low``, ``null_high``,
         ``tokens``, ``documents``, ``types``. Reader ``all`` is the measure's mean over readers. NaN where the measure
         is the same for all tokens.
+        Source: rank correlation of Spearman 1904, pooled over documents by us.
 
     Raises:
         OptionError: If an option is not allowed.

@@ -28,6 +28,7 @@ def contribution_share(trace: xr.Dataset) -> xr.DataArray:
     Returns:
         ``(token, reader, source)``, no unit; sums to 1 over sources, may be negative or above 1. NaN beyond a reader's
         sources and where its input is zero. Null value ``1 / n`` for n equal orthogonal writes read alike.
+        Source: own definition, the projection of a part on the whole.
 
     Raises:
         TraceError: If a variable is missing.
@@ -48,6 +49,7 @@ def magnitude_share(trace: xr.Dataset) -> xr.DataArray:
     Returns:
         ``(token, reader, source)``, no unit, 0 to 1, sums to 1 over sources. NaN beyond a reader's sources and where
         all contributions are zero. Null value ``1 / n``.
+        Source: own definition.
     """
     size = contribution_norms(trace)
     share = _over(size, size.sum(-1, keepdims=True))
@@ -67,6 +69,7 @@ def effective_sources(
     Returns:
         ``(token, reader)``, in sources: 1 if one source is all, n for n equal ones (the null value). NaN where nothing
         is read.
+        Source: inverse participation ratio, and exponential of the entropy (Hill 1973).
 
     Raises:
         OptionError: If there is no such definition.
@@ -95,6 +98,7 @@ def dilution_index(trace: xr.Dataset) -> xr.DataArray:
     Returns:
         ``(token,)``, no unit, 0 (every reader has one source) to 1, the null value: what equal writes read alike give.
         Readers with a single source are left out.
+        Source: own definition.
     """
     number = effective_sources(trace).values
     available = reach(trace).sum(-1)
@@ -124,6 +128,8 @@ def update_ratio(trace: xr.Dataset, *, of: Literal["sublayer", "layer"] = "subla
     Returns:
         ``(token, reader)`` over the readers that have a write of their own, or over the first readers of layers; no
         unit, non-negative. Large: the sublayer changes the residual much; NaN where its input is zero.
+        Null value ``1 / sqrt(n)`` for n equal orthogonal writes read with weight 1, ``sqrt(w / n)`` for a layer of w
+        writes.
 
     Raises:
         TraceError: If ``gram`` is needed and missing.
@@ -153,6 +159,7 @@ def write_alignment(trace: xr.Dataset) -> xr.DataArray:
 
     Returns:
         ``(token, reader)`` over the readers that have a write of their own, -1 to 1 (Csordas et al. 2025, section 3).
+        Null value 0: a write at right angles to what is there.
     """
     readers, sources = _own(trace)
     norm, written = require(trace, "reader_norm", "source_norm")

@@ -112,6 +112,7 @@ def novelty(trace: xr.Dataset) -> xr.DataArray:
         independent random writes: more sources than channels makes it 0. ``attrs["floor"]``: what rounding of the
         Gram matrix leaves of a dependent write; smaller values are given as 0, and where earlier writes are nearly
         dependent themselves values somewhat above it are rounding too.
+        Source: own definition, the rest of Gram-Schmidt.
 
     Raises:
         TraceError: If ``gram`` is missing.
@@ -143,6 +144,7 @@ def reader_cosine(trace: xr.Dataset) -> xr.DataArray:
         ``(token, reader, reader2)``, -1 to 1. NaN where an input is zero, and where writes cancel so much that the
         stored Gram matrix does not resolve the cosine to 0.01. Null value ``sqrt(n / n')`` for readers of n < n' equal
         orthogonal writes with weight 1: high cosines between neighbours are what summing gives.
+        Source: cosine similarity, from which the angles of Gromov et al. 2024 follow.
 
     Raises:
         TraceError: If a variable is missing.

@@ -104,6 +104,7 @@ def profile_clusters(
         One row per member: ``name``, ``kind``, ``layer``, ``group`` (from 0, in order of first appearance; -1 for all
         if there are no groups). ``attrs``: ``groups`` (their number, 0 for none), and the
         ``silhouette``, ``p`` and ``stability`` of that number, or of the best one that was refused.
+        Null value: no groups. Source: own rule, on the silhouette of Rousseeuw 1987.
 
     Raises:
         TraceError: As ``profile_groups``.
@@ -140,6 +141,7 @@ def profile_map(
     Returns:
         One row per member: ``name``, ``kind``, ``layer``, ``x``, ``y`` (in shares).
         ``attrs["explained"]``: parts of the variance that x and y hold; NaN if all profiles are the same.
+        Null value: all members in one point. Source: principal component analysis (Pearson 1901).
 
     Raises:
         TraceError: As ``profile_groups``.

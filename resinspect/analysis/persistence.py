@@ -43,6 +43,8 @@ def write_persistence(trace: xr.Dataset, *, limit: int | None = None) -> xr.Data
         ``(token, distance)`` of contribution shares, NaN for tokens with an unknown one. Distance 1 is the first reader
         after the write, 2 the next; readers of the same sources are at one distance. The embedding is left out: it is
         no sublayer's write. ``attrs["sources"]`` is the number of writes; only the first has the longest distance.
+        Null value ``1 / n`` at a reader of n sources: equal writes read alike. Source: own definition, for the ``1 /
+        T`` of essay 003.
 
     Raises:
         TraceError: If a variable is missing, or no write is read.
@@ -86,6 +88,7 @@ def persistence_fit(
         Rows ``half_life`` (in readers) and ``exponent`` with ``value``, ``low``, ``high``, ``null`` (what equal
         orthogonal writes read alike give: shares ``1 / n_r``), ``sources`` (writes behind the value), ``limit`` (the
         largest distance used), ``tokens``, ``documents``. The half-life is NaN where a share is unknown at all tokens.
+        Source: own definition, for the ``1 / T`` of essay 003.
 
     Raises:
         TraceError: If a variable is missing, or no write is read.

@@ -27,6 +27,7 @@ def reading_profile(trace: xr.Dataset, *, share: Share = "magnitude", over: Over
         ``(token, reader, source)`` or ``(token, reader, distance)``, no unit, sums to 1; NaN beyond a reader's sources
         and where a weight is unknown. Null value ``1 / n`` for n sources read alike. With a plain residual the weight
         share is ``1 / n`` by construction.
+        Source: own definition.
 
     Raises:
         TraceError: If a variable is missing.
@@ -51,6 +52,7 @@ def readership(trace: xr.Dataset, *, share: Share = "magnitude", over: Over = "s
     Returns:
         ``(token, source, reader)`` or ``(token, source, distance)``, no unit, 0 to 1; NaN where a reader cannot read
         the source, and for a write that nobody reads. Null value ``1 / n`` for n readers.
+        Source: own definition.
 
     Raises:
         TraceError: If a variable is missing.
@@ -67,7 +69,7 @@ def readership(trace: xr.Dataset, *, share: Share = "magnitude", over: Over = "s
 
 
 def locality(trace: xr.Dataset, *, newest: int = 1, share: Share = "magnitude") -> xr.DataArray:
-    """Share of a reader's newest sources: 1 is a chain of sublayers, each reading only the last (systems.md, 0.7).
+    """Share of a reader's newest sources: 1 is a chain of sublayers, each reading only the last.
 
     Args:
         trace: With what the share needs.
@@ -77,6 +79,7 @@ def locality(trace: xr.Dataset, *, newest: int = 1, share: Share = "magnitude") 
     Returns:
         ``(token, reader)``, no unit, 0 to 1 (a signed share may leave that range). NaN for readers with no other
         sources. Null value ``newest / n``, as coordinate ``null`` on readers.
+        Source: own definition.
 
     Raises:
         TraceError: If a variable is missing.
@@ -89,7 +92,7 @@ def locality(trace: xr.Dataset, *, newest: int = 1, share: Share = "magnitude") 
 
 
 def embedding_share(trace: xr.Dataset, *, share: Share = "magnitude") -> xr.DataArray:
-    """Share of the embedding in what a reader reads (systems.md, 0.7).
+    """Share of the embedding in what a reader reads.
 
     Args:
         trace: With what the share needs.
@@ -99,6 +102,7 @@ def embedding_share(trace: xr.Dataset, *, share: Share = "magnitude") -> xr.Data
         ``(token, reader)``, no unit, 0 to 1 (a signed share may leave that range). NaN for readers with no other
         sources. Null value ``1 / n``, as coordinate ``null`` on readers. Multi-stream schemes with row-stochastic
         mixing keep the embedding's coefficient at 1 in every stream by construction.
+        Source: own definition.
 
     Raises:
         TraceError: If a variable is missing.
@@ -109,7 +113,7 @@ def embedding_share(trace: xr.Dataset, *, share: Share = "magnitude") -> xr.Data
 
 
 def expected_lag(trace: xr.Dataset, *, share: Share = "magnitude") -> xr.DataArray:
-    """Mean distance of what a reader reads: ``sum_s p_rs (n_r - s)`` (systems.md, 0.7).
+    """Mean distance of what a reader reads: ``sum_s p_rs (n_r - s)``.
 
     Args:
         trace: With what the share needs.
@@ -118,6 +122,7 @@ def expected_lag(trace: xr.Dataset, *, share: Share = "magnitude") -> xr.DataArr
     Returns:
         ``(token, reader)``, in sources, 1 (only the newest) to n (only the embedding). NaN for readers with one source.
         Null value ``(n + 1) / 2``, as coordinate ``null`` on readers.
+        Source: own definition.
 
     Raises:
         TraceError: If a variable is missing.
@@ -139,6 +144,7 @@ def profile_entropy(trace: xr.Dataset, *, share: Share = "magnitude") -> xr.Data
     Returns:
         ``(token, reader)``, no unit, 0 (one source is all) to 1, the null value: all sources alike. NaN for readers
         with one source.
+        Source: evenness of Pielou 1966.
 
     Raises:
         TraceError: If a variable is missing.

@@ -159,6 +159,7 @@ def semiseparable_rank(
     Returns:
         ``(token, cut)`` with ``cut`` the number of sources before it, coordinate ``full`` the largest rank a block of
         that shape can have; 1 to ``full``, NaN where the block is zero or holds unknown weights.
+        Null value 1: the plain residual.
 
     Raises:
         OptionError: If there is no such definition, or ``tokens`` is below 1.

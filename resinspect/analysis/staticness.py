@@ -51,6 +51,8 @@ def staticness(
         differs over tokens by more than rounding: exactly 1), ``guaranteed`` (``"yes"`` where the scheme allows nothing
         else; ``"unknown"`` for other fixed weights: a static variant of a scheme and an untrained router look alike;
         ``"no"``), ``around``, ``tokens``, ``documents``, ``types``.
+        Null value 1 where the scheme fixes its weights; 0 is a flat profile. Source: own definition, for the open
+        question of essay 000.
 
     Raises:
         OptionError: If ``around`` is something else.

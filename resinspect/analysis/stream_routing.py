@@ -29,6 +29,7 @@ def stream_coefficients(trace: xr.Dataset) -> xr.DataArray:
 
     Returns:
         ``(token, reader, stream, source)``, no unit, any sign; NaN beyond a reader's sources.
+        Null value ``W / n`` for n streams that are read and written alike.
 
     Raises:
         TraceError: If the trace holds no such natives, or they give W at no reader.
@@ -51,6 +52,7 @@ def cancellation_index(trace: xr.Dataset) -> xr.DataArray:
     Returns:
         ``(token, reader, source)``, no unit, 0 (all streams with the same sign, the null value) to 1 (they cancel). NaN
         beyond a reader's sources and where all coefficients are zero.
+        Source: own definition.
 
     Raises:
         TraceError: As ``stream_coefficients``.
@@ -83,6 +85,7 @@ def stream_specific_routing(trace: xr.Dataset) -> xr.DataArray:
     Returns:
         ``(token, reader, source)``, no unit; null value 0: n streams act as one gated residual. NaN beyond a reader's
         sources.
+        Source: own definition.
 
     Raises:
         TraceError: As ``stream_coefficients``.
@@ -110,6 +113,7 @@ def stream_specificity(trace: xr.Dataset) -> xr.DataArray:
     Returns:
         ``(token, reader)``, no unit, non-negative; null value 0. NaN at the first reader, which has no write to read,
         and where all weights are zero.
+        Source: own definition.
 
     Raises:
         TraceError: As ``stream_coefficients``.

@@ -62,6 +62,7 @@ def least_stream_gain(
 
     Returns:
         ``(token, site)``, no unit, non-negative; null value 1, 0: a stream that gets or gives nothing.
+        Source: own definition, beside the gain of mHC.
     """
     mixing = stream_mixing(trace, span=span)
     sums = np.abs(_sums(mixing.values, direction)).min(-1)
@@ -88,6 +89,7 @@ def stream_deviation(
     Returns:
         ``(token, site)``, no unit, non-negative; null value 0. In Sinkhorn schemes the sums normed last are 1 by
         construction, the others are what is to be measured.
+        Source: own definition, beside the gain of mHC.
 
     Raises:
         OptionError: If ``sums`` is neither.
@@ -117,6 +119,7 @@ def second_singular_value(trace: xr.Dataset, *, span: Span = "single") -> xr.Dat
     Returns:
         ``(token, site)``, no unit, non-negative: 1 for the identity, 0 for a matrix of rank 1, after which all streams
         hold the same up to a factor. NaN with a single stream.
+        Null value 1: no mixing. Source: own definition, after the spectral gap of Markov chains.
     """
     mixing = stream_mixing(trace, span=span)
     flat = mixing.values.reshape(-1, *mixing.shape[2:])
@@ -146,6 +149,7 @@ def stream_distance(
 
     Returns:
         ``(token, site)``, no unit, non-negative. The identity and the uniform matrix are ``sqrt(n - 1)`` apart.
+        Null value 0. Source: own definition.
 
     Raises:
         OptionError: If ``to`` is neither.

@@ -76,6 +76,7 @@ def variance_of_routing(
         grows with types / tokens and is no evidence), ``fixed``, ``share`` (the reader's part of the pooled sum of
         squares; NaN if that is rounding), ``tokens``, ``documents``, ``types``. With one document, ``r2`` is NaN but
         for fixed weights, and so are all intervals.
+        Source: own definition, sequential R^2 on held-out documents.
 
     Raises:
         OptionError: If an option is out of range.

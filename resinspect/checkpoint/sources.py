@@ -88,6 +88,8 @@ def locate(path: str | os.PathLike[str]) -> Path | None:
         return known[path]
     if "/" not in str(path) and (near := get_close_matches(str(path), known)):
         raise CheckpointError(f"there is no folder or bundled checkpoint {path}; did you mean {near[0]}?")
+    if place.suffix in PICKLES:
+        raise CheckpointError(f"there is no file {place}; {spelling()}.")
     if isinstance(path, str) and HUB_ID.fullmatch(path) and not ("/" in path and place.parent.is_dir()):
         return None
     raise CheckpointError(f"there is no folder {place}; {spelling()}.")
