@@ -138,53 +138,57 @@ class Adds(nn.Module):
 class Doubled(Block):
     """A sublayer that adds the residual itself, added to the residual once more."""
 
+    inner = Adds
+
     def __init__(self, width):
         super().__init__(width)
-        self.first = Adds(self.norm_a, self.mix)
+        self.first = self.inner(self.norm_a, self.mix)
 
     def forward(self, x):
         x = x + self.first(x)
         return x + self.turn(self.norm_b(x))
 
 
-class PassesSome(Block):
-    """A sublayer of experts, one of which gives what the sublayer got: a share of the residual at every token."""
+class Shares(Adds):
+    """Experts, one of which gives what came in: a share of it at every token."""
 
-    def __init__(self, width):
-        super().__init__(width)
-        self.first = Shares(self.norm_a, self.mix, width)
+    def __init__(self, norm, work):
+        super().__init__(norm, work)
+        self.router = nn.Linear(*norm.normalized_shape, 3)
 
-    def forward(self, x):
-        x = x + self.first(x)
-        return x + self.turn(self.norm_b(x))
-
-
-class Shares(nn.Module):
-    def __init__(self, norm, work, width):
-        super().__init__()
-        self.norm, self.work, self.router = norm, work, nn.Linear(width, 3)
+    def weight(self, x):
+        return torch.softmax(self.router(x), -1)[..., :1]
 
     def forward(self, x):
-        return torch.softmax(self.router(x), -1)[..., :1] * x + self.work(self.norm(x))
+        return self.weight(x) * x + self.work(self.norm(x))
 
 
-class PassesChannels(Block):
-    def __init__(self, width):
-        super().__init__(width)
-        self.first = Scales(self.norm_a, self.mix, width)
+class Picks(Shares):
+    """The same, but each token goes to one expert."""
 
-    def forward(self, x):
-        x = x + self.first(x)
-        return x + self.turn(self.norm_b(x))
+    def weight(self, x):
+        return (self.router(x).argmax(-1, keepdim=True) == 0).to(x)
 
 
-class Scales(nn.Module):
-    def __init__(self, norm, work, width):
-        super().__init__()
-        self.norm, self.work, self.scale = norm, work, nn.Parameter(torch.ones(width))
+class Scales(Adds):
+    def __init__(self, norm, work):
+        super().__init__(norm, work)
+        self.scale = nn.Parameter(torch.ones(norm.normalized_shape))
 
     def forward(self, x):
         return self.scale * x + self.work(self.norm(x))
+
+
+class PassesSome(Doubled):
+    inner = Shares
+
+
+class PassesTokens(Doubled):
+    inner = Picks
+
+
+class PassesChannels(Doubled):
+    inner = Scales
 
 
 class Noisy(Block):

@@ -52,10 +52,7 @@ def load(
         named.name_or_path = source.name
     kind, named = type(model).__name__, config.architectures or []
     if named and kind not in named:
-        notes = [
-            *notes,
-            f"config.json names {', '.join(named)}, but its weights make a {kind}",
-        ]
+        notes = [*notes, f"config.json names {', '.join(named)}, but its weights make a {kind}"]
     for note in notes:
         warnings.warn(f"{source.name}: {note}.", stacklevel=2)
     return model, tokenizer

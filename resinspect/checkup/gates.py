@@ -50,18 +50,9 @@ def saturated_gates(patient: Patient) -> Iterator[Row]:
     evidence = f"{len(found)} of {count} gates; nearest to its end is {nearest[1]}, within {nearest[0]:.2g}"
     evidence = f"{evidence}; {tokens_of(patient.trace)}"
     limit = f"within {SATURATED} of one end on all tokens"
-    if not found:
-        yield Row("ok", evidence, "", nearest[0], tokens, limit)
-        return
-    yield Row(
-        "finding",
-        evidence,
-        listed(found, of=count, what="gates"),
-        nearest[0],
-        tokens,
-        limit,
-        "On these tokens these gates hardly pass a gradient, so training hardly moves them.",
-    )
+    row = Row("ok", evidence, "", nearest[0], tokens, limit)
+    why = "On these tokens these gates hardly pass a gradient, so training hardly moves them."
+    yield row.found(listed(found, of=count, what="gates"), why) if found else row
 
 
 def _gates(patient: Patient) -> Groups:

@@ -112,15 +112,6 @@ def softmax_sums(patient: Patient) -> Iterator[Row]:
         raise NotApplicable("no softmax has finite weights")
     evidence = f"max |sum alpha - 1| is {worst[0]:.2g} over {count} reads; {tokens_of(patient.trace)}"
     tokens, limit = patient.trace.sizes["token"], "rounding of the sum (at least 1e-5), or a weight below 0"
-    if not found:
-        yield Row("ok", evidence, "", worst[0], tokens, limit)
-        return
-    yield Row(
-        "finding",
-        evidence,
-        listed(found, of=count, what="reads"),
-        worst[0],
-        tokens,
-        limit,
-        "These reads are no averages: the weights were changed after the softmax, or are not those of the scheme.",
-    )
+    row = Row("ok", evidence, "", worst[0], tokens, limit)
+    why = "These reads are no averages: the weights were changed after the softmax, or are not those of the scheme."
+    yield row.found(listed(found, of=count, what="reads"), why) if found else row

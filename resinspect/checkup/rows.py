@@ -1,7 +1,7 @@
 """What a check says, and how it names places."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -38,6 +38,10 @@ class Row:
     n: int = 0
     threshold: str = ""
     consequence: str = ""
+
+    def found(self, where: str, consequence: str) -> "Row":
+        """The same measurement as a finding."""
+        return replace(self, severity="finding", where=where, consequence=consequence)
 
 
 def listed(names: Iterable[object], *, of: int | None = None, what: str = "") -> str:

@@ -100,8 +100,8 @@ def _rows_of_embedding(model: nn.Module) -> int | None:
         with evaluating(model):
             call(model, ids, use_cache=False, return_dict=True)
     except CaptureError:
-        # It takes other arguments, or more tokens; what it does take is for the user to say.
-        return found[0] if found else None
+        # It takes other arguments, or another number of tokens. Which ids it knows is still told if these came so far.
+        pass
     finally:
         for handle in handles:
             handle.remove()

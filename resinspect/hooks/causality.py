@@ -37,8 +37,8 @@ def is_causal(model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.
     """Whether logits of earlier tokens stay the same when only the last token changes.
 
     One forward over the start of the longest prompt and two copies with another last token; where these differ, one
-    more of the start alone, which shows how much of that is rounding. A model that claims to be
-    a decoder and is none gets a warning. True if it cannot be told: no logits, or no earlier token.
+    more of the start alone, which shows how much of that is rounding. A model that claims to be a decoder and is none
+    gets a warning. True if it cannot be told: no logits, or no earlier token.
     """
     found = change_of_earlier(model, prompts, device)
     if found is None:

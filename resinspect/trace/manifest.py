@@ -110,7 +110,7 @@ def _from_zip(path: Path) -> tuple[Manifest | None, set[str]]:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             manifest = parse_manifest(archive.read(MANIFEST), path / MANIFEST) if MANIFEST in names else None
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, RuntimeError) as error:
         raise TraceError(f"{path} is a damaged zip: {error}") from error
     return manifest, {name.partition("/")[0] for name in names if "/" in name}
 

@@ -85,7 +85,9 @@ def probe(model: nn.Module) -> Probe:
         return Probe(why="it has no list of layers that all have modules of their own")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return Probe(why="its tensors are on the meta device, so that it cannot be run; load its weights first")
-    known = vocabulary(model)
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    # Where the vocabulary cannot be told, ids that no embedding of the model lacks.
+    known = vocabulary(model) or min(tables, default=0)
     if not known:
         return Probe(why="it has no embedding of token ids")
     recorder = _Recorder({module for layers in stacks.values() for module in layers})
