@@ -119,7 +119,7 @@ def _stamp(checkpoint: str) -> int:
 def show_notes(notes: list[str]) -> None:
     """What was warned of, a box for each."""
     for note in notes:
-        st.warning(literal(note[:1].upper() + note[1:]), icon=":material/info:")
+        st.warning(literal(note), icon=":material/info:")
 
 
 def show_error(error: ri.ResinspectError) -> None:
